@@ -1,0 +1,85 @@
+"""Plain averaging, the weightings of either tier, and server optimizers on top of any rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import ArrayLike
+
+from fedjax_dg import tree
+from fedjax_dg.errors import unknown
+from fedjax_dg.types import Aggregator
+
+WEIGHTINGS: dict[str, Callable] = {
+    "samples": lambda num_examples, num_clients: num_examples.astype(jnp.float32),
+    "clients": lambda num_examples, num_clients: num_clients.astype(jnp.float32),  # HFedATM's gamma_e = |S_e|
+    "uniform": lambda num_examples, num_clients: (num_clients > 0).astype(jnp.float32),
+}
+
+
+def weighting_of(name: str) -> Callable:
+    """The weighting of that name; ``ValueError`` with the nearest name otherwise."""
+    if name not in WEIGHTINGS:
+        raise unknown("weighting", name, WEIGHTINGS)
+    return WEIGHTINGS[name]
+
+
+def mean(weighting: str = "samples") -> Aggregator:
+    """Weighted mean of models, theta = sum_e w_e theta_e / sum_e w_e: FedAvg's rule, HierFAVG's at both tiers.
+
+    ``weighting``: ``samples`` (w = examples held), ``clients`` (w = clients that took part; 1 for a client itself) or
+    ``uniform``. With no weight at all (a station none of whose clients holds data) the start is kept.
+
+    Upload: the model, nothing more. Source: McMahan et al., AISTATS 2017, https://arxiv.org/abs/1602.05629; Liu et al.,
+    ICC 2020, https://arxiv.org/abs/1905.06641.
+    """
+
+    def merge(backbone, state, start, models, weights, messages):
+        return tree.where(weights.sum() > 0, tree.weighted_mean(models, weights), start), state, {}
+
+    return Aggregator(weigh=weighting_of(weighting), merge=merge)
+
+
+def server_optimizer(aggregator: Aggregator, optimizer: optax.GradientTransformation) -> Aggregator:
+    """Any aggregator, followed by an optimizer step: its merged model minus the start is the negative gradient.
+
+    ``optax.sgd(1.0)`` changes nothing. Batch statistics take the merged value. Source: Reddi et al., ICLR 2021,
+    https://arxiv.org/abs/2003.00295.
+    """
+
+    def init(variables):
+        return aggregator.init(variables), optimizer.init(variables.params)
+
+    def merge(backbone, state, start, models, weights, messages):
+        inner, moments = state
+        merged, inner, info = aggregator.merge(backbone, inner, start, models, weights, messages)
+        gradient = jax.tree.map(jnp.subtract, start.params, merged.params)
+        updates, moments = optimizer.update(gradient, moments, start.params)
+        return merged._replace(params=optax.apply_updates(start.params, updates)), (inner, moments), info
+
+    return aggregator._replace(init=init, merge=merge)
+
+
+def fedavgm(server_lr: ArrayLike = 1.0, server_momentum: ArrayLike = 0.9, weighting: str = "samples") -> Aggregator:
+    """Averaging with server momentum. Source: Hsu, Qi, Brown 2019, https://arxiv.org/abs/1909.06335.
+
+    Client and server state: a momentum the size of the model, at the server. Upload: the model.
+    """
+    return server_optimizer(mean(weighting), optax.sgd(server_lr, momentum=server_momentum))
+
+
+def fedadam(
+    server_lr: ArrayLike = 0.01,
+    server_b1: ArrayLike = 0.9,
+    server_b2: ArrayLike = 0.99,
+    server_eps: ArrayLike = 1e-3,
+    weighting: str = "samples",
+) -> Aggregator:
+    """Averaging with Adam at the server. Source: Reddi et al., ICLR 2021, https://arxiv.org/abs/2003.00295.
+
+    Upload: the model. Deviation: bias-corrected moments (optax's Adam), which the paper's FedAdam leaves out.
+    """
+    return server_optimizer(mean(weighting), optax.adam(server_lr, b1=server_b1, b2=server_b2, eps=server_eps))

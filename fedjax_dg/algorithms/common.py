@@ -1,0 +1,129 @@
+"""What most methods share: the masked loss, one gradient step, local optimizers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from fedjax_dg.local import sum_over_batches
+from fedjax_dg.types import Algorithm, Examples, Local, PyTree, Received, Variables
+
+#: By the name that the command line takes: learning rate -> optax optimizer.
+OPTIMIZERS: dict[str, Callable] = {
+    "sgd": optax.sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "adam": optax.adam,
+}
+momentum = OPTIMIZERS["momentum"]
+
+
+def cross_entropy(
+    logits: Float[Array, "B K"], labels: Int[Array, " B"], mask: Bool[Array, " B"]
+) -> Float[Array, ""]:
+    """Mean cross-entropy over the real rows; 0 when there are none."""
+    return masked_mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
+
+
+def masked_mean(values: Float[Array, " B"], mask: Bool[Array, " B"]) -> Float[Array, ""]:
+    """Mean over the real rows; 0 when there are none."""
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+def classify(backbone, params: PyTree, local: Local, batch: Examples, key):
+    """The plain classification loss and what a ``gradient_step`` wants beside it."""
+    forward = backbone.forward(Variables(params, local.variables.batch_stats), batch.inputs, batch.mask, key)
+    return cross_entropy(forward.logits, batch.labels, batch.mask), forward
+
+
+def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, correct: Callable | None = None) -> Callable:
+    """An ``Algorithm.step``: descend ``loss`` with ``optimizer``.
+
+    ``loss(backbone, params, received, local, batch, key) -> (value, (batch_stats, metrics))``. ``correct(gradient,
+    received, local) -> gradient`` is applied before the optimizer; where it is given, ``local.tally`` sums the raw
+    gradients (for ``mean_gradient``).
+    """
+
+    def step(backbone, received, local, batch, key):
+        params = local.variables.params
+        objective = functools.partial(loss, backbone)
+        (value, (batch_stats, metrics)), gradient = jax.value_and_grad(objective, has_aux=True)(
+            params, received, local, batch, key
+        )
+        tally = local.tally if correct is None else jax.tree.map(jnp.add, local.tally, gradient)
+        direction = gradient if correct is None else correct(gradient, received, local)
+        updates, state = optimizer.update(direction, local.optimizer, params)
+        variables = Variables(optax.apply_updates(params, updates), batch_stats)
+        return local._replace(variables=variables, optimizer=state, tally=tally), {"loss": value, **metrics}
+
+    return step
+
+
+def gradient_method(loss: Callable, optimizer: optax.GradientTransformation, **hooks) -> Algorithm:
+    """A method that descends a loss with a fresh optimizer in every station round, and the hooks it adds."""
+
+    def begin(backbone, received, client):
+        return optimizer.init(received.variables.params), ()
+
+    return Algorithm(**{"step": gradient_step(loss, optimizer), "begin": begin, **hooks})
+
+
+def mean_gradient(local: Local, steps: Int[Array, ""]) -> PyTree:
+    """The average raw gradient over a client's real steps; zeros without any."""
+    return jax.tree.map(lambda g: g / jnp.maximum(steps, 1), local.tally)
+
+
+def summed_gradient(loss: Callable, params: PyTree, examples: Examples) -> tuple[PyTree, Float[Array, ""]]:
+    """Gradient of the loss summed over a client's examples, and their number: both add up over clients exactly.
+
+    ``loss(params, batch)`` is a mean over the real rows of a batch.
+    """
+
+    def of_batch(batch):
+        count = batch.mask.sum().astype(jnp.float32)
+        return jax.tree.map(lambda g: g * count, jax.grad(loss)(params, batch)), count
+
+    return sum_over_batches(of_batch, examples)
+
+
+def keep_optimizer(algorithm: Algorithm) -> Algorithm:
+    """The same method with the local optimizer's state kept on the client between rounds instead of started afresh.
+
+    Adds the optimizer's state to what a client stores; uploads nothing more.
+    """
+
+    def init(backbone, variables, key):
+        start = algorithm.init(backbone, variables, key)
+        received = Received(start.variables, start.shared, start.station, start.client)
+        return start._replace(client=(start.client, algorithm.begin(backbone, received, start.client)[0]))
+
+    def inside(received):
+        return received._replace(origin=received.origin[0])
+
+    def begin(backbone, received, client):
+        inner, optimizer = client
+        return optimizer, algorithm.begin(backbone, inside(received), inner)[1]
+
+    def step(backbone, received, local, batch, key):
+        inner, optimizer = local.client
+        moved, metrics = algorithm.step(backbone, inside(received), local._replace(client=inner), batch, key)
+        return moved._replace(client=(moved.client, optimizer)), metrics
+
+    def report(backbone, received, local, steps, examples, key):
+        inner, _ = local.client
+        inner, message = algorithm.report(
+            backbone, inside(received), local._replace(client=inner), steps, examples, key
+        )
+        return (inner, local.optimizer), message
+
+    def survey(backbone, received, client, examples, key):
+        inner, message = algorithm.survey(backbone, inside(received), client[0], examples, key)
+        return (inner, client[1]), message
+
+    return algorithm._replace(
+        init=init, begin=begin, step=step, report=report, survey=None if algorithm.survey is None else survey
+    )

@@ -1,0 +1,112 @@
+"""Backbone: a Flax Linen network and what federated domain generalization must know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float
+
+from fedjax_dg.alignment.groups import Group
+from fedjax_dg.types import Key, Variables
+
+
+class Forward(NamedTuple):
+    """A training-mode pass: features z, logits, and the batch statistics it leaves behind."""
+
+    z: Float[Array, "B D"]
+    logits: Float[Array, "B K"]
+    batch_stats: dict
+
+
+def scale_pixels(inputs: Array) -> Array:
+    """uint8 pixels to float32 in [-1, 1]; anything else (normalised images, token ids) passes unchanged."""
+    return inputs.astype(jnp.float32) / 127.5 - 1.0 if inputs.dtype == jnp.uint8 else inputs
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A network split into features and head (penalties act on z), with the symmetries that merging needs.
+
+    ``module`` is a Linen module with methods ``features(x, train, mask) -> z [B, D]`` (``mask`` [B] marks real rows, for
+    layers that look across a batch) and ``classify(z) -> logits [B, K]``, the latter's parameters under ``params["head"]``. ``groups`` are its permutation symmetries (see ``alignment``).
+    ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
+    """
+
+    module: nn.Module
+    input_shape: tuple[int, ...]
+    num_features: int
+    num_classes: int
+    groups: tuple[Group, ...] = ()
+    transform: Callable[[Array], Array] = scale_pixels
+
+    def init(self, key: Key, inputs: Array | None = None) -> Variables:
+        """Fresh Variables. ``inputs`` [B, *shape] is only looked at for its shape; by default ``input_shape`` is used."""
+        example = jnp.zeros((1, *self.input_shape)) if inputs is None else self.transform(inputs)
+        variables = self.module.init(key, example, train=False)
+        return Variables(variables["params"], variables.get("batch_stats", {}))
+
+    def apply(self, variables: Variables, inputs: Array) -> Float[Array, "B K"]:
+        """Logits in evaluation mode."""
+        return self.module.apply(variables._asdict(), self.transform(inputs), train=False)
+
+    def features(self, variables: Variables, inputs: Array) -> Float[Array, "B D"]:
+        """Features z in evaluation mode."""
+        return self.module.apply(variables._asdict(), self.transform(inputs), train=False, method="features")
+
+    def head(self, variables: Variables, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
+        """Logits of given features."""
+        return self.module.apply(variables._asdict(), z, method="classify")
+
+    def forward(self, variables: Variables, inputs: Array, mask: Bool[Array, " B"], key: Key) -> Forward:
+        """A training-mode pass; ``mask`` marks the real rows."""
+
+        def both(module, x):
+            z = module.features(x, train=True, mask=mask)
+            return z, module.classify(z)
+
+        (z, logits), changed = self.module.apply(
+            variables._asdict(),
+            self.transform(inputs),
+            method=both,
+            mutable=["batch_stats"],
+            rngs={"dropout": key},
+        )
+        return Forward(z, logits, changed.get("batch_stats", variables.batch_stats))
+
+    def dense_inputs(self, variables: Variables, inputs: Array) -> dict[str, Float[Array, "B d"]]:
+        """What each ``nn.Dense`` reads in an evaluation-mode pass, by layer name, rows = examples."""
+        seen = {}
+
+        def tap(next_method, args, kwargs, context):
+            if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
+                seen["/".join(context.module.path)] = args[0]
+            return next_method(*args, **kwargs)
+
+        with nn.intercept_methods(tap):
+            self.apply(variables, inputs)
+        return seen
+
+
+def max_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
+    """2 x 2 maximum, stride 2, as three elementwise maxima (``nn.max_pool``'s gradient is a slow scatter on CPU)."""
+    return _pool(x, lambda a, b: jnp.maximum(a, b))
+
+
+def avg_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
+    """2 x 2 mean, stride 2."""
+    return _pool(x, lambda a, b: 0.5 * (a + b))
+
+
+def _pool(x, join):
+    batch, height, width, channels = x.shape
+    x = x[:, : height // 2 * 2, : width // 2 * 2].reshape(batch, height // 2, 2, width // 2, 2, channels)
+    return join(join(x[:, :, 0, :, 0], x[:, :, 0, :, 1]), join(x[:, :, 1, :, 0], x[:, :, 1, :, 1]))
+
+
+ACTIVATIONS: dict[str, Callable] = {"relu": jax.nn.relu, "tanh": jnp.tanh}
+POOLINGS: dict[str, Callable] = {"max": max_pool, "avg": avg_pool}

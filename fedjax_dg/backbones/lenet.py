@@ -1,0 +1,82 @@
+"""LeNet-5 for 32 x 32 images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from fedjax_dg.alignment.groups import Axis, Group
+from fedjax_dg.backbones.backbone import ACTIVATIONS, POOLINGS, Backbone, max_pool
+from fedjax_dg.backbones.convolution import convolution
+from fedjax_dg.errors import unknown
+
+
+class LeNet5(nn.Module):
+    """Two 5 x 5 convolutions (6 and 16 filters, valid padding) with 2 x 2 pools, dense 120 and 84, a linear head."""
+
+    num_classes: int
+    activation: Callable
+    pool: Callable
+
+    def setup(self):
+        self.conv1 = nn.Conv(6, (5, 5), padding="VALID", conv_general_dilated=convolution)
+        self.conv2 = nn.Conv(16, (5, 5), padding="VALID", conv_general_dilated=convolution)
+        self.dense1 = nn.Dense(120)
+        self.dense2 = nn.Dense(84)
+        self.head = nn.Dense(self.num_classes)
+
+    def features(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "B 84"]:
+        x = self._halve(self.conv1(x))
+        x = self._halve(self.conv2(x))
+        x = x.reshape(x.shape[0], -1)
+        return self.activation(self.dense2(self.activation(self.dense1(x))))
+
+    def classify(self, z: Float[Array, "B 84"]) -> Float[Array, "B K"]:
+        return self.head(z)
+
+    def __call__(self, x, train: bool):
+        return self.classify(self.features(x, train))
+
+    def _halve(self, x):
+        # a maximum commutes with a rising activation: pooled first, the activation runs on a quarter of the values
+        return self.activation(self.pool(x)) if self.pool is max_pool else self.pool(self.activation(x))
+
+
+def _conv_group(name: str, size: int, consumer: str, positions: int = 1, gram: bool = False) -> Group:
+    axis = 0 if gram else 2
+    return Group(
+        name=name,
+        size=size,
+        producers=(Axis(f"params/{name}/kernel", 3),),
+        followers=(Axis(f"params/{name}/bias", 0),),
+        consumers=(Axis(f"params/{consumer}/kernel", axis, positions),),
+        grams=((consumer, positions),) if gram else (),
+    )
+
+
+def lenet5(num_classes: int, activation: str = "relu", pooling: str = "max") -> Backbone:
+    """LeNet-5 for [B, 32, 32, 3] images; 61,666 parameters at 6 classes, features of width 84.
+
+    ``activation`` is ``relu`` or ``tanh``, ``pooling`` ``max`` or ``avg``; the HFedATM authors' release uses tanh and avg.
+    Source: LeCun et al., Proc. IEEE 1998, http://yann.lecun.com/exdb/publis/pdf/lecun-01a.pdf.
+
+    >>> lenet5(num_classes=6).num_features
+    84
+    """
+    if activation not in ACTIVATIONS:
+        raise unknown("activation", activation, ACTIVATIONS)
+    if pooling not in POOLINGS:
+        raise unknown("pooling", pooling, POOLINGS)
+    return Backbone(
+        module=LeNet5(num_classes, ACTIVATIONS[activation], POOLINGS[pooling]),
+        input_shape=(32, 32, 3),
+        num_features=84,
+        num_classes=num_classes,
+        groups=(
+            _conv_group("conv1", 6, consumer="conv2"),
+            # flatten is [5, 5, 16] -> 400 with the channel running fastest
+            _conv_group("conv2", 16, consumer="dense1", positions=25, gram=True),
+        ),
+    )

@@ -1,0 +1,50 @@
+"""Data sets as host arrays: `load("emoji_styles")` gives `Domains`, which `federate()` hands to clients."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from fedjax_dg.datasets import emoji_styles
+from fedjax_dg.datasets.domains import Domains, Summary
+from fedjax_dg.errors import unknown
+
+__all__ = ["DATASETS", "SUMMARIES", "Domains", "Summary", "describe", "load"]
+
+DATASETS: dict[str, Callable[..., Domains]] = {"emoji_styles": emoji_styles.load}
+SUMMARIES: dict[str, Summary] = {"emoji_styles": emoji_styles.SUMMARY}
+
+
+def load(name: str, **options: Any) -> Domains:
+    """Loads a data set by name.
+
+    Args:
+      name: a key of `DATASETS`.
+      **options: keyword arguments of that data set's own `load`.
+
+    Raises:
+      ValueError: no such data set, no such option, or the files of the data set are missing or damaged.
+    """
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS)
+    allowed = inspect.signature(DATASETS[name]).parameters
+    for option in options:
+        if option not in allowed:
+            raise unknown(f"option of data set {name}", option, allowed)
+    return DATASETS[name](**options)
+
+
+def describe(name: str) -> str:
+    """Says in a few lines what a data set holds, without reading it.
+
+    Raises:
+      ValueError: no such data set.
+    """
+    if name not in SUMMARIES:
+        raise unknown("data set", name, SUMMARIES)
+    summary = SUMMARIES[name]
+    return (
+        f"{name}: {summary.num_examples:,} examples\n"
+        f"  {len(summary.domain_names)} domains: {', '.join(summary.domain_names)}\n"
+        f"  {len(summary.class_names)} classes: {', '.join(summary.class_names)}\n"
+        f"  licence: {summary.licence}"
+    )

@@ -1,0 +1,49 @@
+"""The records that every data set is handed over in. Host memory only: nothing here or beside it imports JAX."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Domains(NamedTuple):
+    """A labelled data set over several domains, before it is given to clients.
+
+    `M` counts the examples of all domains together. Rows may be in any order; `domain` says where each belongs.
+
+    Attributes:
+      name: name of the data set, as in `fedjax_dg.datasets.DATASETS`.
+      inputs: [M, ...], images are uint8 [M, height, width, channels].
+      labels: int32 [M], index into `class_names`.
+      domain: int32 [M], index into `domain_names`.
+      identity: int32 [M], the item that is depicted; an item may occur once in each of several domains, always
+        with the same label. None where no item occurs twice.
+      validation: bool [M], True for the data set's own validation split. None where it has none, so that one must
+        be drawn.
+      domain_names: names of the domains, in the order of their ids.
+      class_names: names of the classes, in the order of their labels.
+    """
+
+    name: str
+    inputs: np.ndarray
+    labels: np.ndarray
+    domain: np.ndarray
+    identity: np.ndarray | None
+    validation: np.ndarray | None
+    domain_names: tuple[str, ...]
+    class_names: tuple[str, ...]
+
+
+class Summary(NamedTuple):
+    """What there is to know about a data set without reading it.
+
+    Attributes:
+      domain_names: names of the domains, in the order of their ids.
+      class_names: names of the classes, in the order of their labels.
+      num_examples: examples of all domains together.
+      licence: the terms the examples may be used under, in one line.
+    """
+
+    domain_names: tuple[str, ...]
+    class_names: tuple[str, ...]
+    num_examples: int
+    licence: str

@@ -1,0 +1,96 @@
+"""Accuracy per domain from confusion matrices, and the rules that select a round's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float
+
+from fedjax_dg.local import PASS_SIZE, take_batch
+from fedjax_dg.types import Examples, Key, Variables
+
+SELECTIONS = ("source-validation", "last", "oracle")
+
+
+class EvaluationSet(NamedTuple):
+    """What a model is judged on: validation examples of the source domains and all examples of the held-out one."""
+
+    examples: Examples  # [M, ...]
+    unseen: Bool[Array, " M"]  # its identity (the depicted item) is in no client's training set
+
+
+class Evaluation(NamedTuple):
+    """Counts [domain, true class, predicted class], over all examples and over unseen identities; loss sums [domain]."""
+
+    confusion: Float[Array, "G K K"]
+    confusion_unseen: Float[Array, "G K K"]
+    loss: Float[Array, " G"]
+
+
+def evaluate(
+    predict: Callable, num_domains: int, num_classes: int, variables: Variables, data: EvaluationSet, key: Key
+) -> Evaluation:
+    """Confusion counts of ``predict(variables, inputs, key)`` over ``data``, ``PASS_SIZE`` examples at a time."""
+    total = data.examples.mask.shape[0]
+    size = min(PASS_SIZE, total)
+    positions = jnp.arange(-(-total // size) * size).reshape(-1, size)
+
+    def add(counts, position):
+        index = jnp.minimum(position, total - 1)
+        batch = take_batch(data.examples, index, data.examples.mask[index] & (position < total))
+        logits = predict(variables, batch.inputs, jax.random.fold_in(key, position[0]))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        cell = (batch.domain, batch.labels, jnp.argmax(logits, axis=-1))
+        real = batch.mask.astype(jnp.float32)
+        return Evaluation(
+            counts.confusion.at[cell].add(real),
+            counts.confusion_unseen.at[cell].add(real * data.unseen[index]),
+            counts.loss.at[batch.domain].add(jnp.where(batch.mask, losses, 0.0)),
+        ), None
+
+    square = jnp.zeros((num_domains, num_classes, num_classes))
+    return jax.lax.scan(add, Evaluation(square, square, jnp.zeros(num_domains)), positions)[0]
+
+
+def scores(evaluation: Evaluation, domain_names: tuple[str, ...], held_out: str | None) -> dict[str, float]:
+    """Plain numbers of an evaluation: held-out ``accuracy`` (all examples), ``balanced_accuracy`` (mean recall of the
+    classes present), ``accuracy_unseen``, ``loss``, and ``source_accuracy`` (mean over source domains' validation).
+
+    What cannot be computed (no held-out domain, no such examples) is None. Also ``accuracy/<domain>`` of each domain.
+    """
+    confusion, unseen, losses = (np.asarray(x, np.float64) for x in evaluation)
+
+    def accuracy(counts):
+        return float(np.trace(counts) / counts.sum()) if counts.sum() else None
+
+    by_domain = {name: accuracy(confusion[i]) for i, name in enumerate(domain_names)}
+    sources = [value for name, value in by_domain.items() if name != held_out and value is not None]
+    out = {"source_accuracy": float(np.mean(sources)) if sources else None}
+    if held_out is not None:
+        i = domain_names.index(held_out)
+        support = confusion[i].sum(1)
+        recall = np.diagonal(confusion[i])[support > 0] / support[support > 0]
+        out |= {
+            "accuracy": by_domain[held_out],
+            "balanced_accuracy": float(recall.mean()) if len(recall) else None,
+            "accuracy_unseen": accuracy(unseen[i]),
+            "loss": float(losses[i] / confusion[i].sum()) if confusion[i].sum() else None,
+        }
+    return out | {f"accuracy/{name}": value for name, value in by_domain.items()}
+
+
+def is_better(selection: str, new: dict, best: dict | None) -> bool:
+    """Whether the model with scores ``new`` replaces that with ``best``. Ties keep the earlier round, but for ``last``.
+
+    ``source-validation``: mean validation accuracy of the source domains. ``oracle``: held-out accuracy, which no one
+    has in practice. ``last``: always.
+    """
+    if best is None or selection == "last":
+        return True
+    name = "accuracy" if selection == "oracle" else "source_accuracy"
+    return (new[name] if new[name] is not None else -1.0) > (best[name] if best[name] is not None else -1.0)

@@ -1,0 +1,181 @@
+"""Federation: what clients hold and what a model is judged on; ``federate`` builds it from a data set."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from fedjax_dg.datasets.domains import Domains
+from fedjax_dg.errors import unknown
+from fedjax_dg.evaluate import EvaluationSet
+from fedjax_dg.partition import assign_stations, by_domain_mix
+from fedjax_dg.types import Examples, Topology
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Clients' examples, padded to one size, and the evaluation set."""
+
+    clients: Examples  # [S, C, N, ...]
+    ids: Int[Array, "S C"]  # identity of a client: its randomness follows it, wherever it is placed
+    evaluation: EvaluationSet
+    topology: Topology
+    domain_names: tuple[str, ...]
+    class_names: tuple[str, ...]
+    held_out: str | None
+
+    @property
+    def data(self) -> tuple[Examples, Int[Array, "S C"]]:
+        """What a round reads."""
+        return self.clients, self.ids
+
+    @property
+    def inputs(self) -> Array:
+        return self.clients.inputs
+
+    @property
+    def labels(self) -> Int[Array, "S C N"]:
+        return self.clients.labels
+
+    @property
+    def mask(self) -> Bool[Array, "S C N"]:
+        return self.clients.mask
+
+    @property
+    def domain(self) -> Int[Array, "S C N"]:
+        return self.clients.domain
+
+    def counts(self) -> Int[np.ndarray, "S C G"]:
+        """Real examples of each client by domain."""
+        domain, mask = np.asarray(self.domain), np.asarray(self.mask)
+        return np.stack([((domain == g) & mask).sum(-1) for g in range(len(self.domain_names))], axis=-1)
+
+
+def federate(
+    domains: Domains,
+    held_out: str | None = None,
+    stations: int = 10,
+    clients_per_station: int = 10,
+    domain_mix: float = 0.0,
+    seed: int = 0,
+    *,
+    station_assignment: str = "by-domain",
+    remainders: str = "owners",
+    label_alpha: float | None = None,
+    validation_fraction: float = 0.2,
+    station_rounds: int = 1,
+    local_epochs: int = 1,
+    local_steps: int | None = None,
+    batch_size: int = 32,
+    participants: int | None = None,
+) -> Federation:
+    """Deal a data set to stations x clients, leaving one domain out.
+
+    Training examples of the source domains go to clients by ``partition.by_domain_mix`` (``domain_mix`` is the paper's
+    lambda: 1 = every client has the global mix, 0 = one domain a client; ``label_alpha`` adds Dirichlet label skew), and
+    clients to stations by ``station_assignment``: ``by-domain`` (clients own domains in whole stations, so at
+    domain_mix 0 a station holds one domain), ``contiguous``, ``round-robin`` or ``random``. Clients are padded to the
+    largest one and masked.
+
+    The model is judged on the validation examples of every source domain and on all examples of ``held_out`` (None: no
+    domain is held out). A data set without a validation split of its own gets one: ``validation_fraction`` of each
+    source domain, by identity where items recur across domains, drawn from ``seed``.
+
+    The remaining options are the sizes of a round (``Topology``). Raises ``ValueError``, one sentence, for anything out
+    of range.
+    """
+    if held_out is not None and held_out not in domains.domain_names:
+        raise unknown("held-out domain", held_out, domains.domain_names)
+    topology = Topology(
+        stations, clients_per_station, station_rounds, local_epochs, local_steps, batch_size, participants
+    )
+    check_topology(topology)
+    out = -1 if held_out is None else domains.domain_names.index(held_out)
+    validation = domains.validation
+    if validation is None:
+        validation = draw_validation(domains, validation_fraction, seed)
+    source = domains.domain != out
+    train = np.flatnonzero(source & ~validation)
+    dealt = by_domain_mix(
+        domains.domain[train],
+        stations * clients_per_station,
+        domain_mix,
+        seed,
+        remainders=remainders,
+        block=clients_per_station if station_assignment == "by-domain" else 1,
+        labels=domains.labels[train],
+        label_alpha=label_alpha,
+    )
+    counts = np.stack([np.bincount(domains.domain[train][d], minlength=len(domains.domain_names)) for d in dealt])
+    places = assign_stations(counts, stations, station_assignment, seed)  # [S, C]
+    judged = np.flatnonzero((source & validation) | (domains.domain == out))
+    if domains.identity is None:
+        unseen = np.ones(len(judged), bool)
+    else:
+        unseen = ~np.isin(domains.identity[judged], domains.identity[train])
+    return Federation(
+        clients=_pad(domains, [[train[dealt[c]] for c in station] for station in places]),
+        ids=jnp.asarray(places, jnp.int32),
+        evaluation=EvaluationSet(
+            Examples(
+                jnp.asarray(domains.inputs[judged]),
+                jnp.asarray(domains.labels[judged]),
+                jnp.ones(len(judged), bool),
+                jnp.asarray(domains.domain[judged]),
+            ),
+            jnp.asarray(unseen),
+        ),
+        topology=topology,
+        domain_names=tuple(domains.domain_names),
+        class_names=tuple(domains.class_names),
+        held_out=held_out,
+    )
+
+
+def check_topology(topology: Topology) -> None:
+    """``ValueError`` for sizes that no round can have."""
+    for name, value in topology._asdict().items():
+        if value is None and name in ("local_steps", "participants"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not a positive whole number: give 1 or more.")
+    if topology.participants is not None and topology.participants > topology.clients_per_station:
+        raise ValueError(
+            f"participants={topology.participants} is more than the {topology.clients_per_station} clients of a station: "
+            f"give at most {topology.clients_per_station}, or none for all of them."
+        )
+
+
+def draw_validation(domains: Domains, fraction: float, seed: int) -> Bool[np.ndarray, " M"]:
+    """A validation split, the same share of every domain; all examples of one identity fall on the same side.
+
+    Raises ``ValueError`` for a fraction outside [0, 1).
+    """
+    if not (math.isfinite(fraction) and 0 <= fraction < 1):
+        raise ValueError(f"validation_fraction={fraction} is not in [0, 1): give a share such as 0.2.")
+    identity = np.arange(len(domains.labels)) if domains.identity is None else domains.identity
+    chosen = np.zeros(len(domains.labels), bool)
+    for domain in np.unique(domains.domain) if domains.identity is None else [None]:
+        here = np.arange(len(identity)) if domain is None else np.flatnonzero(domains.domain == domain)
+        items = np.random.default_rng(seed).permutation(np.unique(identity[here]))
+        chosen[here] = np.isin(identity[here], items[: int(fraction * len(items))])
+    return chosen
+
+
+def _pad(domains: Domains, stations: list[list[np.ndarray]]) -> Examples:
+    """Stack clients' examples [S, C, N, ...], N = the largest client; padding is zeros."""
+    largest = max(len(client) for station in stations for client in station)
+
+    def stack(values):
+        out = np.zeros((len(stations), len(stations[0]), largest, *values.shape[1:]), values.dtype)
+        for s, station in enumerate(stations):
+            for c, client in enumerate(station):
+                out[s, c, : len(client)] = values[client]
+        return jnp.asarray(out)
+
+    real = np.ones(len(domains.labels), bool)
+    return Examples(stack(domains.inputs), stack(domains.labels), stack(real), stack(domains.domain))

@@ -1,0 +1,177 @@
+"""Runs: a round made ready, and rounds in blocks with an evaluation after each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_dg.aggregators.mean import mean
+from fedjax_dg.backbones.backbone import Backbone
+from fedjax_dg.evaluate import evaluate, scores
+from fedjax_dg.federation import Federation
+from fedjax_dg.round import make_step
+from fedjax_dg.types import Aggregator, Algorithm, Key, RoundInfo, ServerState, Topology
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round ready to run; ``make_round`` makes it."""
+
+    backbone: Backbone
+    algorithm: Algorithm
+    topology: Topology
+    init: Callable[[Key], ServerState]
+    step: Callable[..., tuple[ServerState, RoundInfo]]  # one round, pure: jit, vmap or lower it as you like
+    block: Any  # jitted (state, data, key, length) -> (state, RoundInfo [length, ...]); consumes ``state``
+    evaluate: Any  # jitted (variables, evaluation set, key, num_domains) -> Evaluation
+
+
+class NotFinite(FloatingPointError):
+    """A loss or parameter became NaN or infinite; the message names round, station and client."""
+
+
+def make_round(
+    backbone: Backbone,
+    algorithm: Algorithm,
+    topology: Topology,
+    to_server: Aggregator | None = None,
+    to_station: Aggregator | None = None,
+    chunk: int | None = None,
+) -> Round:
+    """What clients do, how stations and the server merge (``mean()`` by default), and the sizes: a round.
+
+    ``chunk``: how many clients are computed at once (``local.map_clients``); None chooses by backend. Keep the result
+    and use it for every seed: its compiled program is kept with it.
+    """
+    to_server, to_station = to_server or mean(), to_station or mean()
+    backbone = algorithm.adapt(backbone)
+    step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
+
+    def init(key):
+        variables_key, key = jax.random.split(key)
+        fresh = backbone.init(variables_key)
+        start = algorithm.init(backbone, fresh, key)
+        ids = jnp.arange(topology.stations * topology.clients_per_station).reshape(topology.stations, -1)
+        draw = jax.vmap(jax.vmap(lambda i: algorithm.init(backbone, fresh, jax.random.fold_in(key, i)).client))
+        per_station = (start.station, to_station.init(start.variables))
+        stations, station_rule = jax.tree.map(lambda x: jnp.stack([x] * topology.stations), per_station)
+        server_rule = to_server.init(start.variables)
+        return ServerState(start.variables, start.shared, draw(ids), stations, station_rule, server_rule, jnp.int32(0))
+
+    def block(state, data, key, length):
+        return jax.lax.scan(lambda state, _: step(state, data, key), state, length=length)
+
+    def judge(variables, data, key, num_domains):
+        predict = functools.partial(algorithm.predict, backbone)
+        return evaluate(predict, num_domains, backbone.num_classes, variables, data, key)
+
+    return Round(
+        backbone,
+        algorithm,
+        topology,
+        jax.jit(init),
+        step,
+        jax.jit(block, static_argnames="length", donate_argnames="state"),
+        jax.jit(judge, static_argnames="num_domains"),
+    )
+
+
+class Block(NamedTuple):
+    """Where a run stands after a block of rounds."""
+
+    state: ServerState
+    info: RoundInfo  # [rounds of the block, ...]
+    record: dict[str, Any]  # plain numbers: round, loss, accuracies
+
+
+def run_blocks(
+    round_fn: Round, state: ServerState, federation: Federation, rounds: int, key: Key, eval_every: int = 1
+) -> Iterator[Block]:
+    """Run from ``state.round`` to round ``rounds``, yielding after every ``eval_every`` rounds. Consumes ``state``.
+
+    Raises ``ValueError`` for sizes that do not fit before anything runs, ``NotFinite`` when training breaks down (the
+    block before it was the last good one).
+    """
+    check_fit(round_fn, federation)
+    done = int(state.round)
+    if eval_every < 1 or (rounds - done) % eval_every:
+        raise ValueError(
+            f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
+            "number of rounds."
+        )
+    if done == 0:
+        state = round_fn.algorithm.prepare(round_fn.backbone, state, federation.data, key)
+    while done < rounds:
+        state, info = round_fn.block(state, federation.data, key, length=eval_every)
+        check_finite(info, done)
+        done += eval_every
+        judged = round_fn.evaluate(
+            state.variables, federation.evaluation, jax.random.fold_in(key, done), len(federation.domain_names)
+        )
+        record = {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
+        yield Block(state, info, record)
+
+
+def run(
+    round_fn: Round, state: ServerState, federation: Federation, rounds: int, key: Key, *, eval_every: int = 1
+) -> tuple[ServerState, list[dict[str, Any]]]:
+    """Run ``rounds`` rounds; the last state, and a record of plain numbers for every evaluated round.
+
+    ``state`` is consumed (its buffers are donated). For checkpoints and model selection use ``run_blocks`` or the
+    command line. Raises as ``run_blocks`` does.
+    """
+    history = []
+    for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every):
+        state = reached.state
+        history.append(reached.record)
+    return state, history
+
+
+def check_fit(round_fn: Round, federation: Federation) -> None:
+    """``ValueError`` when a federation has other sizes than the round was made for."""
+    have = federation.clients.mask.shape[:2]
+    want = (round_fn.topology.stations, round_fn.topology.clients_per_station)
+    if have != want:
+        raise ValueError(
+            f"The round was made for {want[0]} stations x {want[1]} clients, but the federation has {have[0]} x {have[1]}: "
+            "pass federation.topology to make_round."
+        )
+    if round_fn.backbone.num_classes != len(federation.class_names):
+        raise ValueError(
+            f"The backbone has {round_fn.backbone.num_classes} classes, but the data set has {len(federation.class_names)}: "
+            f"build it with num_classes={len(federation.class_names)}."
+        )
+    if round_fn.backbone.input_shape != federation.clients.inputs.shape[3:]:
+        raise ValueError(
+            f"The backbone takes inputs of shape {round_fn.backbone.input_shape}, but the data set has "
+            f"{federation.clients.inputs.shape[3:]}: choose another backbone or resize the images."
+        )
+
+
+def check_finite(info: RoundInfo, done: int) -> None:
+    """``NotFinite`` for the first round of a block in which a client or the merged model broke down."""
+    finite, merged = np.asarray(info.finite), np.asarray(info.merged_finite)
+    for r in range(len(merged)):
+        if not finite[r].all():
+            station, place = np.argwhere(~finite[r])[0]
+            client = int(info.participants[r, station, place])
+            raise NotFinite(
+                f"Round {done + r + 1}: the loss or a parameter of client {client} at station {station} is not finite "
+                f"({int((~finite[r]).sum())} such clients); lower client_lr or check that client's data."
+            )
+        if not merged[r]:
+            raise NotFinite(f"Round {done + r + 1}: the merged model is not finite though every client's is; lower server_lr.")
+
+
+def summary(info: RoundInfo) -> dict[str, Any]:
+    """The last round of a block as plain numbers: client metrics averaged over clients that trained, merge infos."""
+    trained = np.asarray(info.steps[-1]) > 0
+    means = {f"train_{k}": float(np.asarray(v[-1])[trained].mean()) for k, v in info.metrics.items()}
+    merges = {"merge": jax.tree.map(lambda x: np.asarray(x[-1], np.float64).tolist(), info.server_merge)}
+    return means | (merges if info.server_merge else {})

@@ -1,0 +1,190 @@
+"""The records the whole library is written in: data is pytrees, behaviour is records of pure functions.
+
+Axis letters, everywhere: S stations, C clients of a station, P participants of a station (P <= C), N examples of a
+client, B examples of a batch, D features, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+PyTree = Any
+Key = Array  # a typed JAX random key
+Metrics = dict[str, Array]
+
+
+class Examples(NamedTuple):
+    """Some examples under any leading axes: a batch [B], a client [N], a whole federation [S, C, N].
+
+    Padding has ``mask`` False; its values, even NaN, are never read.
+    """
+
+    inputs: Array  # [..., N, *shape]: uint8 images or float32
+    labels: Int[Array, "... N"]
+    mask: Bool[Array, "... N"]  # True = a real example
+    domain: Int[Array, "... N"]  # a client may hold several domains
+
+
+class Variables(NamedTuple):
+    """A model. Corrections, penalties and optimizers touch ``params`` only; merges touch both."""
+
+    params: PyTree
+    batch_stats: PyTree
+
+
+class Topology(NamedTuple):
+    """The sizes of a federation and of a round: Python ints, so each is part of the compiled program."""
+
+    stations: int
+    clients_per_station: int
+    station_rounds: int = 1  # client -> station rounds in one server round
+    local_epochs: int = 1  # passes over a client's own examples in a station round
+    local_steps: int | None = None  # if set, this many steps instead of local_epochs passes
+    batch_size: int = 32
+    participants: int | None = None  # clients of each station sampled for a server round; None = all
+
+
+class Received(NamedTuple):
+    """What a client holds while it trains and does not change: what came down, and its own memory of the round's start."""
+
+    variables: Variables  # the station's model, where local training starts
+    shared: PyTree  # the algorithm's state at the server
+    station: PyTree  # the algorithm's state at this client's station
+    origin: PyTree  # this client's state when the server round began
+
+
+class Local(NamedTuple):
+    """What changes with every local step."""
+
+    variables: Variables
+    optimizer: PyTree
+    client: PyTree  # the algorithm's state of this client; survives the round
+    tally: PyTree  # what a method accumulates over these steps; gone afterwards
+
+
+class Start(NamedTuple):
+    """An algorithm's states before round 1. ``variables`` may have gained trainable parts."""
+
+    variables: Variables
+    client: PyTree = ()
+    station: PyTree = ()
+    shared: PyTree = ()
+
+
+def _start(backbone, variables, key):
+    return Start(variables)
+
+
+def _adapt(backbone):
+    return backbone
+
+
+def _prepare(backbone, state, data, key):
+    return state
+
+
+def _begin(backbone, received, client):
+    return (), ()
+
+
+def _report(backbone, received, local, steps, examples, key):
+    return local.client, ()
+
+
+def _gather(station, messages, shares):
+    return station
+
+
+def _absorb(shared, stations, messages, shares):
+    return shared, stations
+
+
+def _predict(backbone, variables, inputs, key):
+    return backbone.apply(variables, inputs)
+
+
+class Algorithm(NamedTuple):
+    """What one client does in a round, and what server and stations remember of it. Every hook is a pure function.
+
+    Only ``step`` is required. A client uploads its model and the ``message`` of its hooks, nothing else. A message is a
+    level or an increment since the *server* round began (``received.origin``), never since the last station round:
+    ``absorb`` sees those of the last station round only. ``shares`` is each client's weight in the whole federation
+    (all N clients, so the shares of sampled participants sum to less than one).
+    """
+
+    #: (backbone, received, local, batch, key) -> (local, metrics): one local step on a batch [B].
+    step: Callable[..., tuple[Local, Metrics]]
+    #: backbone -> backbone: the network this method trains, where it adds layers or changes them.
+    adapt: Callable[..., Any] = _adapt
+    #: (backbone, variables, key) -> Start: states before round 1; the client state is drawn once per client.
+    init: Callable[..., Start] = _start
+    #: (backbone, state, data, key) -> state: once before round 1, outside the round's program.
+    prepare: Callable[..., ServerState] = _prepare
+    #: (backbone, received, client, examples, key) -> (client, message): an extra pass at the server round's start.
+    survey: Callable[..., tuple[PyTree, PyTree]] | None = None
+    #: (shared, stations [S], messages [S, P], shares [S, P]) -> (shared, stations): after the survey.
+    digest: Callable[..., tuple[PyTree, PyTree]] = _absorb
+    #: (backbone, received, client) -> (optimizer, tally): when a client's local training starts.
+    begin: Callable[..., tuple[PyTree, PyTree]] = _begin
+    #: (backbone, received, local, steps, examples, key) -> (client, message): when it ends; ``steps`` are the real ones.
+    report: Callable[..., tuple[PyTree, PyTree]] = _report
+    #: (station, messages [P], shares [P]) -> station: at each station, after every station round.
+    gather: Callable[..., PyTree] = _gather
+    #: (shared, stations [S], messages [S, P], shares [S, P]) -> (shared, stations): after the server's merge.
+    absorb: Callable[..., tuple[PyTree, PyTree]] = _absorb
+    #: (backbone, variables, inputs, key) -> logits [B, K]: the prediction of the trained model.
+    predict: Callable[..., Array] = _predict
+
+
+def _no_state(variables):
+    return ()
+
+
+def _no_message(backbone, variables, examples, key):
+    return ()
+
+
+def _sum_messages(messages, weights):
+    return ()
+
+
+class Aggregator(NamedTuple):
+    """How several models become one: of clients at a station, or of stations at the server."""
+
+    #: (num_examples [n], num_clients [n]) -> weights [n]: see ``aggregators.WEIGHTINGS``.
+    weigh: Callable[..., Float[Array, " n"]]
+    #: (backbone, state, start, models [n], weights [n], messages [n]) -> (variables, state, info).
+    merge: Callable[..., tuple[Variables, PyTree, Metrics]]
+    #: (variables) -> state: what this rule remembers between merges (a server optimizer's momentum).
+    init: Callable[..., PyTree] = _no_state
+    #: (backbone, variables, examples, key) -> message: what a client computes for this rule with its trained model.
+    measure: Callable[..., PyTree] = _no_message
+    #: (messages [C], weights [C]) -> message: a station's message from those of its clients.
+    combine: Callable[..., PyTree] = _sum_messages
+
+
+class ServerState(NamedTuple):
+    """Everything a run must remember between two server rounds: checkpoint this and nothing else is lost."""
+
+    variables: Variables
+    shared: PyTree
+    clients: PyTree  # [S, C, ...]
+    stations: PyTree  # [S, ...]
+    station_rule: PyTree  # [S, ...]: the station tier aggregator's state
+    server_rule: PyTree
+    round: Int[Array, ""]
+
+
+class RoundInfo(NamedTuple):
+    """What a round tells a human, as arrays."""
+
+    participants: Int[Array, "S P"]  # index of the client within its station
+    metrics: dict[str, Float[Array, "S P"]]  # mean over the real local steps of the last station round
+    steps: Int[Array, "S P"]  # real local steps in the last station round
+    finite: Bool[Array, "S P"]  # losses and parameters stayed finite in every station round
+    merged_finite: Bool[Array, ""]
+    station_merge: Metrics  # [S] arrays of the last station round
+    server_merge: Metrics
