@@ -89,10 +89,15 @@ def train(
 
     def step(local, inputs):
         number, index, valid = inputs
-        batch = take_batch(examples, index, valid)
-        moved, metrics = algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
+
+        def move():
+            batch = take_batch(examples, index, valid)
+            return algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
+
         real = valid.any()
-        return tree.where(real, moved, local), (real, tree.where(real, metrics, jax.tree.map(jnp.zeros_like, metrics)))
+        nothing = tree.zeros(jax.eval_shape(move)[1])
+        moved, metrics = jax.lax.cond(real, move, lambda: (local, nothing))
+        return moved, (real, metrics)
 
     start = Local(received.variables, optimizer, client, tally)
     numbers = jnp.arange(batches.valid.shape[0])
@@ -121,7 +126,9 @@ def visit(
     trained = train(backbone, algorithm, topology, received, client, examples, train_key)
     variables = trained.local.variables
     memory, message = algorithm.report(backbone, received, trained.local, trained.steps, examples, report_key)
-    for_station, for_server = (lambda r=r, k=k: r.measure(backbone, variables, examples, k) for r, k in zip(rules, measure_keys))
+    for_station, for_server = (
+        lambda r=r, k=k: r.measure(backbone, variables, examples, k) for r, k in zip(rules, measure_keys)
+    )
     return Visit(
         variables=variables,
         client=tree.where(trained.steps > 0, memory, client),
@@ -150,9 +157,7 @@ def sum_over_batches(statistic: Callable[[Examples], PyTree], examples: Examples
     return jax.lax.scan(lambda total, p: (jax.tree.map(jnp.add, total, one(p)), None), zeros, position)[0]
 
 
-def map_clients(
-    function: Callable, per_station: PyTree, per_client: PyTree, chunk: int | None = None
-) -> PyTree:
+def map_clients(function: Callable, per_station: PyTree, per_client: PyTree, chunk: int | None = None) -> PyTree:
     """``function(per_station[s], per_client[s, p])`` for every client; results [S, P, ...]. The one seam for memory.
 
     ``chunk`` clients at a time: 0 = all at once (vmap), 1 = one after another. By default one after another on CPU,

@@ -4,9 +4,8 @@ Three steps, each usable alone: `domain_counts` fixes how many examples of each 
 `by_domain_mix` draws the examples, `assign_stations` groups the clients into stations.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedjax_dg.errors import unknown
 
@@ -15,7 +14,7 @@ STATION_RULES = ("contiguous", "round-robin", "random", "by-domain")
 
 
 def domain_counts(
-    sizes: Sequence[int] | np.ndarray,
+    sizes: ArrayLike,
     clients: int,
     domain_mix: float,
     *,
@@ -102,14 +101,14 @@ def domain_counts(
 
 
 def by_domain_mix(
-    domain: np.ndarray,
+    domain: ArrayLike,
     clients: int,
     domain_mix: float,
     seed: int,
     *,
     remainders: str = "owners",
     block: int = 1,
-    labels: np.ndarray | None = None,
+    labels: ArrayLike | None = None,
     label_alpha: float | None = None,
 ) -> list[np.ndarray]:
     """The examples of each client: domains mixed by `domain_mix`, classes skewed by `label_alpha` if given.
@@ -169,7 +168,7 @@ def by_domain_mix(
     return np.split(examples, np.cumsum(counts.sum(axis=1))[:-1])
 
 
-def assign_stations(counts: np.ndarray, stations: int, how: str, seed: int) -> np.ndarray:
+def assign_stations(counts: ArrayLike, stations: int, how: str, seed: int) -> np.ndarray:
     """Which clients each station gets, as row numbers of `counts`.
 
     - "contiguous": clients 0, 1, ... in blocks, the released HFedATM code's default. `domain_counts` orders clients by
@@ -276,7 +275,7 @@ def _skew(
     stock = np.bincount(label[pool], minlength=log_q.shape[1])
     taken = np.zeros((len(num), len(stock)), dtype=np.int64)
     for client in rng.permutation(np.flatnonzero(num)):
-        taken[client] = _draw_classes(num[client], log_q[client], stock, rng)
+        taken[client] = _draw_classes(int(num[client]), log_q[client], stock, rng)
         stock -= taken[client]
     return _group_by_client(pool, taken)
 
@@ -301,7 +300,7 @@ def _group_by_client(examples: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return examples[np.argsort(client, kind="stable")]
 
 
-def _checked_ids(name: str, ids: np.ndarray) -> np.ndarray:
+def _checked_ids(name: str, ids: ArrayLike) -> np.ndarray:
     ids = np.asarray(ids)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
@@ -311,7 +310,7 @@ def _checked_ids(name: str, ids: np.ndarray) -> np.ndarray:
     return ids
 
 
-def _checked_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+def _checked_sizes(sizes: ArrayLike) -> np.ndarray:
     sizes = _checked_ids("sizes", sizes).astype(np.int64)
     if sizes.min(initial=0) < 0:
         raise ValueError(f"sizes holds {sizes.min()}, but a domain has 0 examples or more; pass 0 to leave one out.")
@@ -333,7 +332,7 @@ def _check_clients(clients: int, block: int, num_examples: int) -> None:
         )
 
 
-def _checked_labels(labels: np.ndarray | None, label_alpha: float, num_examples: int) -> np.ndarray:
+def _checked_labels(labels: ArrayLike | None, label_alpha: float, num_examples: int) -> np.ndarray:
     """Labels as 0, 1, ... without gaps, so that every class has a positive share."""
     if not 0 < label_alpha < np.inf:  # written so that NaN fails too
         raise ValueError(

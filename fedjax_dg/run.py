@@ -166,7 +166,9 @@ def check_finite(info: RoundInfo, done: int) -> None:
                 f"({int((~finite[r]).sum())} such clients); lower client_lr or check that client's data."
             )
         if not merged[r]:
-            raise NotFinite(f"Round {done + r + 1}: the merged model is not finite though every client's is; lower server_lr.")
+            raise NotFinite(
+                f"Round {done + r + 1}: the merged model is not finite though every client's is; lower server_lr."
+            )
 
 
 def summary(info: RoundInfo) -> dict[str, Any]:

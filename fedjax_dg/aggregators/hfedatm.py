@@ -62,7 +62,9 @@ def hfedatm(
         info = {}
         if fot:
             target = start if reference == "previous_global" else tree.take(models, 0)
-            models, grams, info["fot"] = jax.vmap(lambda m, g: align(m, target, backbone.groups, g, epsilon))(models, grams)
+            models, grams, info["fot"] = jax.vmap(lambda m, g: align(m, target, backbone.groups, g, epsilon))(
+                models, grams
+            )
         merged = tree.where(weights.sum() > 0, tree.weighted_mean(models, weights), start)
         if regmean:
             stacked = traverse_util.flatten_dict(models.params, sep="/")

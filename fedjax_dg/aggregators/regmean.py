@@ -53,9 +53,7 @@ def measure_grams(backbone, variables, examples, key, gram: str = "sum") -> dict
 
     grams = sum_over_batches(of_batch, examples)
     if gram == "mean":
-        return {
-            name: jax.tree.map(lambda x, m=jnp.maximum(g.rows, 1.0): x / m, g) for name, g in grams.items()
-        }
+        return {name: jax.tree.map(lambda x, m=jnp.maximum(g.rows, 1.0): x / m, g) for name, g in grams.items()}
     return grams
 
 
@@ -121,7 +119,9 @@ def regmean(
         return Merged(kernel, mean_bias, info)
     rows = grams.rows * present
     shifts = jnp.einsum("ei,eio->eo", grams.total * present[:, None], kernels - kernel, precision="highest")
-    corrected = (jnp.einsum("e,eo->o", rows, biases, precision="highest") + shifts.sum(0)) / jnp.maximum(rows.sum(), 1e-12)
+    corrected = (jnp.einsum("e,eo->o", rows, biases, precision="highest") + shifts.sum(0)) / jnp.maximum(
+        rows.sum(), 1e-12
+    )
     return Merged(kernel, jnp.where(fallback, mean_bias, corrected), info)
 
 

@@ -22,9 +22,7 @@ OPTIMIZERS: dict[str, Callable] = {
 momentum = OPTIMIZERS["momentum"]
 
 
-def cross_entropy(
-    logits: Float[Array, "B K"], labels: Int[Array, " B"], mask: Bool[Array, " B"]
-) -> Float[Array, ""]:
+def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, " B"], mask: Bool[Array, " B"]) -> Float[Array, ""]:
     """Mean cross-entropy over the real rows; 0 when there are none."""
     return masked_mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
 

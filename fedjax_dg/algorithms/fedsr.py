@@ -47,7 +47,7 @@ class Gaussian(nn.Module):
         nn.share_scope(self, self.base)
         self.posterior = nn.Dense(2 * self.width)
 
-    def features(self, x, train: bool, mask=None) -> Float[Array, "B 2*M"]:
+    def features(self, x, train: bool, mask=None) -> Float[Array, "B L"]:
         return self.posterior(self.base.features(x, train, mask))
 
     def classify(self, z: Float[Array, "B m"]) -> Float[Array, "B K"]:
@@ -58,7 +58,7 @@ class Gaussian(nn.Module):
         return self.classify(self.features(x, train))
 
 
-def gaussian_of(features: Float[Array, "B 2*M"]) -> tuple[Float[Array, "B M"], Float[Array, "B M"]]:
+def gaussian_of(features: Float[Array, "B L"]) -> tuple[Float[Array, "B M"], Float[Array, "B M"]]:
     """Mean and standard deviation of q(z | x)."""
     mean, raw = jnp.split(features, 2, axis=-1)
     return mean, jax.nn.softplus(raw) + SMALLEST_STD

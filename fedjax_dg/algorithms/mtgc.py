@@ -39,9 +39,7 @@ class StationControl(NamedTuple):
     y: PyTree  # station -> server correction
 
 
-def mtgc(
-    hparams: MTGCHparams = MTGCHparams(), optimizer: Callable = optax.sgd, z_init: str = "zero"
-) -> Algorithm:
+def mtgc(hparams: MTGCHparams = MTGCHparams(), optimizer: Callable = optax.sgd, z_init: str = "zero") -> Algorithm:
     """Local gradients corrected on both tiers: g + z_i + y_j, for client i of station j.
 
     With g_i a client's mean raw gradient over its last local steps, G_j the mean of g_i over its station and F_j the mean

@@ -100,5 +100,3 @@ def _rows(variables: Variables, axis: Axis) -> Float[Array, "a f"]:
     """The filters of a kernel as rows."""
     kernel = traverse_util.flatten_dict(variables._asdict(), sep="/")[axis.leaf]
     return jnp.moveaxis(kernel, axis.axis, 0).reshape(kernel.shape[axis.axis], -1)
-
-

@@ -33,7 +33,8 @@ class Backbone:
     """A network split into features and head (penalties act on z), with the symmetries that merging needs.
 
     ``module`` is a Linen module with methods ``features(x, train, mask) -> z [B, D]`` (``mask`` [B] marks real rows, for
-    layers that look across a batch) and ``classify(z) -> logits [B, K]``, the latter's parameters under ``params["head"]``. ``groups`` are its permutation symmetries (see ``alignment``).
+    layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``.
+    ``groups`` are its permutation symmetries (see ``alignment``).
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
     """
 

@@ -1,0 +1,231 @@
+"""The command line: ``fedjax-dg run | table | data``. A thin layer over functions that Python has too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedjax_dg import datasets
+from fedjax_dg.config import RunConfig, check, names, parse_settings, read_toml
+from fedjax_dg.experiment import Grid, compile_block, majority_share, resolve, round_of, run_grid, table_title
+from fedjax_dg.results import Cell, RunFolder, rows
+
+
+@dataclass(frozen=True)
+class RunOptions(RunConfig):
+    """Train every cell of a grid, server rules x held-out domains x seeds, then print the table.
+
+    With no options: the demo, plain averaging against HFedATM on the embedded emoji styles, line art held out.
+    """
+
+    settings: tyro.conf.Suppress[dict] = field(default_factory=dict)
+    config: str | None = None
+    """TOML file: a [run] table of these options in snake case and a [set] table; options given here win."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """A hyper-parameter of the algorithm or the aggregators, such as alpha=0.5; may be given several times."""
+    out: str | None = None
+    """Run folder; by default runs/DATASET-ALGORITHM-HELD_OUT."""
+    resume: bool = False
+    """Continue the run in the folder; finished cells are not run again."""
+    overwrite: bool = False
+    """Replace the run in the folder."""
+    dry_run: bool = False
+    """Print the resolved configuration, the federation, the devices and the memory, and stop."""
+    jobs: int | None = None
+    """Cells trained at the same time; by default one per core on CPU, else one."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the exit status is 0, 1 when a cell broke down, 2 for bad input."""
+    arguments = sys.argv[1:] if argv is None else argv
+    console = Console()
+    try:
+        default = RunOptions(**_fields(read_toml(path))) if (path := _config_path(arguments)) else RunOptions()
+
+        def run(options: tyro.conf.OmitArgPrefixes[RunOptions] = default) -> int:
+            return run_command(options, console)
+
+        run.__doc__ = RunOptions.__doc__
+        return tyro.extras.subcommand_cli_from_dict(
+            {"run": run, "table": _table_command(console), "data": _data_command(console)},
+            prog="fedjax-dg",
+            description="Federated domain generalization in JAX.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except ValueError as error:
+        print(f"fedjax-dg: {error}", file=sys.stderr)
+        return 2
+
+
+def run_command(options: RunOptions, console: Console) -> int:
+    """``fedjax-dg run``."""
+    config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
+    grid = resolve(config)
+    rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
+    if options.dry_run:
+        console.print_json(json.dumps(dataclasses.asdict(config)))
+        describe(grid, rounds, console)
+        return 0
+    out = options.out or f"runs/{config.dataset}-{config.algorithm}-{config.held_out}"
+    folder = RunFolder(Path(out), config, options.resume, options.overwrite)
+    with ProgressBars(console, grid) as report:
+        cells, failed = run_grid(grid, folder, report, options.jobs)
+    show_table(console, cells, table_title(grid))
+    for held_out in dict.fromkeys(cell.held_out for cell in grid.cells):
+        console.print(
+            f"Always answering the commonest class of {held_out}: {100 * majority_share(grid.domains, held_out):.1f}"
+        )
+    console.print(f"Run folder: {folder.path}", soft_wrap=True)
+    for failure in failed:
+        print(f"fedjax-dg: {Cell(*(failure[k] for k in Cell._fields)).name}: {failure['error']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _table_command(console: Console):
+    def table(runs: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+        """Print the table of one or more run folders."""
+        if not runs:
+            raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
+        for run in runs:
+            path = Path(run) / "result.json"
+            if not path.exists():
+                raise ValueError(
+                    f"{run} has no result.json: give the folder of a run that has finished at least one cell."
+                )
+            result = json.loads(path.read_text())
+            show_table(console, result["cells"], f"{run}: {(Path(run) / 'table.md').read_text().splitlines()[0]}")
+        return 0
+
+    return table
+
+
+def _data_command(console: Console):
+    def data(action: Annotated[Literal["list"], tyro.conf.Positional]) -> int:
+        """List the data sets."""
+        for name in datasets.DATASETS:
+            console.print(datasets.describe(name), highlight=False)
+        return 0
+
+    return data
+
+
+def show_table(console: Console, cells: list[dict], title: str) -> None:
+    """Print the table of finished cells."""
+    header, lines = rows(cells)
+    table = Table(title=title, title_justify="left", title_style="", caption_justify="left")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def describe(grid: Grid, rounds: dict, console: Console) -> None:
+    """Print the first federation of a grid, the devices, and the memory of each server rule's program."""
+    (held_out, seed), federation = next(iter(grid.federations.items()))
+    counts = federation.counts()  # [S, C, G]
+    table = Table(
+        title=f"Federation with {held_out} held out, seed {seed}: examples by station and domain", title_style=""
+    )
+    for column in ("station", *federation.domain_names, "smallest client", "largest client"):
+        table.add_column(column, justify="right")
+    for number, station in enumerate(counts):
+        sizes = station.sum(-1)
+        table.add_row(*(str(x) for x in (number, *station.sum(0), sizes.min(), sizes.max())))
+    table.add_row("all", *(str(x) for x in counts.sum((0, 1))), str(counts.sum(-1).min()), str(counts.sum(-1).max()))
+    console.print(table)
+    main_domain = np.bincount(counts.argmax(-1).ravel(), minlength=len(federation.domain_names))
+    owners = ", ".join(f"{name} {n}" for name, n in zip(federation.domain_names, main_domain, strict=True) if n)
+    console.print(f"Clients by their main domain: {owners}")
+    padding = 1 - counts.sum() / np.prod(federation.mask.shape)
+    console.print(f"Padding: {100 * padding:.0f} % of the places; {len(grid.cells)} cells to run")
+    devices = ", ".join(f"{d.id}:{d.device_kind}" for d in jax.devices())
+    console.print(f"Devices: {devices}; mesh: all stations and clients on device {jax.devices()[0].id}")
+    for name, round_fn in rounds.items():
+        program = compile_block(round_fn, federation, grid.config.eval_every)
+        console.print(
+            f"Memory of a round with {name}: {program.memory / 2**20:.0f} MiB; compiled in {program.seconds:.1f} s"
+        )
+
+
+class ProgressBars:
+    """Context: bars on a terminal, a line per finished cell elsewhere; gives the ``report`` of ``run_grid``."""
+
+    def __init__(self, console: Console, grid: Grid):
+        self.console, self.rounds = console, grid.config.rounds
+        self.total = len(grid.cells) * grid.config.rounds
+        self.tasks: dict[Cell, TaskID] = {}
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[scores]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self):
+        self.bars.start()
+        self.all = self.bars.add_task("all cells", total=self.total, scores="")
+        return self.report
+
+    def __exit__(self, *exception):
+        self.bars.stop()
+
+    def report(self, event: str, cell: Cell | None, value) -> None:
+        if event == "compiled":
+            self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
+        elif event == "start":
+            name = f"{cell.aggregator}, {cell.held_out}, seed {cell.seed}"
+            self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, scores="")
+            self.bars.advance(self.all, value)
+        elif event == "record":
+            text = f"loss {value['train_loss']:.3f}  held-out {100 * value['accuracy']:.1f} %"
+            step = value["round"] - self.bars.tasks[self.bars.task_ids.index(self.tasks[cell])].completed
+            self.bars.update(self.tasks[cell], completed=value["round"], scores=text)
+            self.bars.advance(self.all, step)
+        elif event == "done":
+            self.bars.remove_task(self.tasks.pop(cell))
+            self.console.print(
+                f"{cell.name}: held-out {100 * value['accuracy']:.1f} %, source {100 * value['source_accuracy']:.1f} % "
+                f"(round {value['selected_round']} of {value['rounds']}), {value['seconds']:.1f} s",
+                highlight=False,
+            )
+        elif event == "failed":
+            self.bars.remove_task(self.tasks.pop(cell))
+            self.console.print(f"{cell.name}: stopped. {value}", highlight=False)
+
+
+def _config(options: RunOptions) -> RunConfig:
+    return RunConfig(**{name: getattr(options, name) for name in _fields(RunConfig())})
+
+
+def _fields(config: RunConfig) -> dict:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+def _config_path(arguments: list[str]) -> str | None:
+    """What ``--config`` names; needed before parsing, as the file gives the defaults."""
+    for number, argument in enumerate(arguments):
+        if argument == "--config" and number + 1 < len(arguments):
+            return arguments[number + 1]
+        if argument.startswith("--config="):
+            return argument.split("=", 1)[1]
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

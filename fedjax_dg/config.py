@@ -1,0 +1,240 @@
+"""The configuration of a run: one record, its file form, its checks, and the parts that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedjax_dg import datasets
+from fedjax_dg.aggregators import AGGREGATORS, WEIGHTINGS
+from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS
+from fedjax_dg.backbones import BACKBONES
+from fedjax_dg.errors import unknown
+from fedjax_dg.evaluate import SELECTIONS
+from fedjax_dg.federation import check_topology
+from fedjax_dg.types import Aggregator, Algorithm, Topology
+
+# What a number given with --set must satisfy, by name; every other number must be finite and not negative.
+POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples")
+SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run: algorithm x aggregators x held-out domains x seeds over one federation. The defaults are the demo."""
+
+    dataset: str = "emoji_styles"
+    """Data set; `fedjax-dg data list` names them."""
+    data_dir: str | None = None
+    """Folder of the data set's files; not needed for embedded ones."""
+    backbone: str = "lenet5"
+    """Network."""
+    algorithm: str = "fedavg"
+    """What a client does."""
+    aggregator: str = "mean,hfedatm"
+    """Server rules, comma separated; the first is the baseline of the paired differences."""
+    held_out: str = "fluent_mono"
+    """Domain that nobody trains on; `all` leaves each out in turn."""
+    stations: int = 10
+    """Stations of the federation."""
+    clients_per_station: int = 10
+    """Clients of each station."""
+    station_assignment: str = "by-domain"
+    """Which clients a station has: by-domain, contiguous, round-robin, random."""
+    domain_mix: float = 0.0
+    """The paper's lambda: 0 = one domain a client, 1 = every client has the global mix."""
+    label_alpha: float | None = None
+    """Dirichlet label skew of the clients; none = no skew."""
+    rounds: int = 20
+    """Server rounds."""
+    station_rounds: int = 5
+    """Station rounds in a server round."""
+    local_epochs: int = 1
+    """Passes of a client over its own examples in a station round."""
+    local_steps: int | None = None
+    """Steps of a client in a station round, instead of local epochs."""
+    batch_size: int = 7
+    """Examples in a local step."""
+    client_lr: float = 0.1
+    """Step size of the local optimizer."""
+    client_optimizer: str | None = None
+    """Local optimizer: sgd, momentum, adam; none = the algorithm's own."""
+    participants: int | None = None
+    """Clients of each station that are sampled for a server round; none = all."""
+    station_weighting: str = "samples"
+    """Weights of clients at their station: samples, clients, uniform."""
+    server_weighting: str = "clients"
+    """Weights of stations at the server, for every server rule: samples, clients (the paper's gamma), uniform."""
+    seeds: int = 3
+    """Number of seeds, 0, 1, ...: each has its own partition, initialisation and batches."""
+    selection: str = "source-validation"
+    """Which round's model is scored: source-validation, last, oracle."""
+    eval_every: int = 1
+    """Rounds between two evaluations and checkpoints."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Hyper-parameters of the algorithm and the aggregators, by name (`--set`)."""
+
+
+def read_toml(path: str | Path) -> RunConfig:
+    """A run's TOML file: ``[run]`` with the option names in snake case, ``[set]`` with hyper-parameters.
+
+    Raises ``ValueError`` for a file that cannot be read, or an option that does not exist.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(
+            f"Cannot read the configuration {path}: {error}; give a TOML file with a [run] table."
+        ) from None
+    for table in content:
+        if table not in ("run", "set"):
+            raise unknown(f"table in {path}", table, ("run", "set"))
+    options = content.get("run", {})
+    allowed = {f.name: f for f in dataclasses.fields(RunConfig) if f.name != "settings"}
+    for name, value in options.items():
+        if name not in allowed:
+            raise unknown(f"option in {path}", name, allowed)
+        kinds = str(allowed[name].type)
+        fits = {"str": str, "int": int, "float": (int, float)}[kinds.split(" | ")[0]]
+        if isinstance(value, bool) or not isinstance(value, fits):
+            raise ValueError(f"{name} = {value!r} in {path} is not of type {kinds.split(' | ')[0]}: correct the file.")
+    return RunConfig(**options, settings=dict(content.get("set", {})))
+
+
+def parse_settings(pairs: tuple[str, ...]) -> dict[str, str]:
+    """``("alpha=0.5", ...)`` as a dict. Raises ``ValueError`` for a pair without ``=``."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"--set {pair!r} has no '=': write it as key=value, for example alpha=0.5.")
+    return {key.strip(): value.strip() for key, value in (pair.split("=", 1) for pair in pairs)}
+
+
+def names(comma_list: str) -> list[str]:
+    """``"mean,hfedatm"`` as a list."""
+    return [name.strip() for name in comma_list.split(",") if name.strip()]
+
+
+def check(config: RunConfig) -> RunConfig:
+    """The configuration with its hyper-parameters typed. Raises ``ValueError``, one sentence, for anything wrong."""
+    for kind, given, allowed in (
+        ("data set", config.dataset, datasets.DATASETS),
+        ("backbone", config.backbone, BACKBONES),
+        ("algorithm", config.algorithm, ALGORITHMS),
+        ("selection rule", config.selection, SELECTIONS),
+        ("station weighting", config.station_weighting, WEIGHTINGS),
+        ("server weighting", config.server_weighting, WEIGHTINGS),
+    ):
+        if given not in allowed:
+            raise unknown(kind, given, allowed)
+    if not names(config.aggregator):
+        raise ValueError(
+            f"aggregator={config.aggregator!r} names no server rule: give one or more of {', '.join(AGGREGATORS)}."
+        )
+    for name in names(config.aggregator):
+        if name not in AGGREGATORS:
+            raise unknown("aggregator", name, AGGREGATORS)
+    if len(set(names(config.aggregator))) < len(names(config.aggregator)):
+        raise ValueError(f"aggregator={config.aggregator!r} names a server rule twice: name each once.")
+    if config.client_optimizer is not None and config.client_optimizer not in OPTIMIZERS:
+        raise unknown("client optimizer", config.client_optimizer, OPTIMIZERS)
+    for name in ("rounds", "seeds", "eval_every"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} is not positive: give 1 or more.")
+    check_number("client_lr", config.client_lr)
+    check_topology(topology(config))
+    if config.rounds % config.eval_every:
+        raise ValueError(
+            f"rounds={config.rounds} is no multiple of eval_every={config.eval_every}: "
+            f"give rounds={-(-config.rounds // config.eval_every) * config.eval_every} or another eval_every."
+        )
+    return dataclasses.replace(config, settings=typed_settings(config))
+
+
+def check_number(name: str, value: float) -> None:
+    """``ValueError`` for a number that its name rules out."""
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite: give a number.")
+    if name in POSITIVE and value <= 0:
+        raise ValueError(f"{name}={value} is not positive: give a number above 0.")
+    if name in SHARES and not 0 <= value <= 1:
+        raise ValueError(f"{name}={value} is not in [0, 1]: give a number in that range.")
+    if value < 0:
+        raise ValueError(f"{name}={value} is negative: give 0 or more.")
+
+
+def typed_settings(config: RunConfig) -> dict[str, Any]:
+    """``config.settings`` with each value of its default's type."""
+    reserved = {"client_lr": "--client-lr", "weighting": "--server-weighting"}
+    defaults = algorithm_options(config.algorithm)
+    for name in names(config.aggregator):
+        defaults |= aggregator_options(name)
+    out = {}
+    for key, value in config.settings.items():
+        if key in reserved:
+            raise ValueError(f"--set {key} is not how {key} is set: use {reserved[key]}.")
+        if key not in defaults:
+            raise unknown(f"option of {config.algorithm} or {config.aggregator}", key, defaults)
+        out[key] = _typed(key, value, defaults[key])
+    return out
+
+
+def _typed(key: str, value: Any, default: Any) -> Any:
+    if isinstance(default, str):
+        return str(value)
+    if isinstance(default, bool):
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise ValueError(f"{key}={value} is not true or false: give one of them.")
+    try:
+        number = int(value) if isinstance(default, int) else float(value)
+    except (TypeError, ValueError):
+        kind = "whole number" if isinstance(default, int) else "number"
+        raise ValueError(f"{key}={value} is not a {kind}: give one, such as {default}.") from None
+    check_number(key, number)
+    return number
+
+
+def algorithm_options(name: str) -> dict[str, Any]:
+    """What ``--set`` can change of an algorithm, with defaults: its traced hyper-parameters and its static options."""
+    parameters = dict(inspect.signature(ALGORITHMS[name]).parameters)
+    hparams = parameters.pop("hparams").default._asdict()
+    hparams.pop("client_lr")
+    return hparams | {key: p.default for key, p in parameters.items() if key != "optimizer"}
+
+
+def aggregator_options(name: str) -> dict[str, Any]:
+    """What ``--set`` can change of an aggregator, with defaults."""
+    return {k: p.default for k, p in inspect.signature(AGGREGATORS[name]).parameters.items() if k != "weighting"}
+
+
+def build_algorithm(config: RunConfig) -> Algorithm:
+    """The algorithm a configuration names, with its hyper-parameters."""
+    factory: Callable = ALGORITHMS[config.algorithm]
+    given = {k: v for k, v in config.settings.items() if k in algorithm_options(config.algorithm)}
+    hparams = inspect.signature(factory).parameters["hparams"].default._replace(client_lr=config.client_lr)
+    hparams = hparams._replace(**{k: given.pop(k) for k in hparams._fields if k in given})
+    optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
+    return factory(hparams, **optimizer, **given)
+
+
+def build_aggregator(config: RunConfig, name: str) -> Aggregator:
+    """The server rule of that name, with its options and the configuration's weighting."""
+    given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)}
+    return AGGREGATORS[name](**given, weighting=config.server_weighting)
+
+
+def topology(config: RunConfig) -> Topology:
+    """The sizes of a configuration."""
+    return Topology(**{name: getattr(config, name) for name in Topology._fields})
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Which options of two configurations differ, for an error message."""
+    keys = [k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
+    return ", ".join(f"{k} {theirs.get(k)!r} -> {ours.get(k)!r}" for k in keys)

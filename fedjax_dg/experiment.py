@@ -1,0 +1,253 @@
+"""A configuration's cells, run side by side on one machine, resumable: what ``fedjax-dg run`` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_dg import datasets
+from fedjax_dg.aggregators import mean
+from fedjax_dg.backbones import BACKBONES
+from fedjax_dg.config import RunConfig, build_aggregator, build_algorithm, names, topology
+from fedjax_dg.datasets import Domains
+from fedjax_dg.errors import unknown
+from fedjax_dg.evaluate import is_better
+from fedjax_dg.federation import Federation, federate
+from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
+from fedjax_dg.run import Block, NotFinite, Round, check_fit, make_round, run_blocks
+
+
+class Program(NamedTuple):
+    """A compiled block of rounds, shared by every cell of its shapes."""
+
+    round_fn: Round
+    seconds: float  # to trace and compile
+    memory: int  # bytes: arguments, results and temporaries
+
+
+class Grid(NamedTuple):
+    """All that a configuration resolves to before anything is trained."""
+
+    config: RunConfig
+    domains: Domains
+    federations: dict[tuple[str, int], Federation]  # by held-out domain and seed
+    cells: list[Cell]
+
+
+def resolve(config: RunConfig) -> Grid:
+    """Load the data, deal out every federation, list the cells. Raises ``ValueError`` for what does not fit."""
+    options = {} if config.data_dir is None else {"data_dir": config.data_dir}
+    domains = datasets.load(config.dataset, **options)
+    if config.held_out != "all" and config.held_out not in domains.domain_names:
+        raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
+    held_outs = domains.domain_names if config.held_out == "all" else (config.held_out,)
+    federations = {
+        (held_out, seed): federate(
+            domains,
+            held_out,
+            domain_mix=config.domain_mix,
+            seed=seed,
+            station_assignment=config.station_assignment,
+            label_alpha=config.label_alpha,
+            **topology(config)._asdict(),
+        )
+        for held_out in held_outs
+        for seed in range(config.seeds)
+    }
+    # seed by seed, and the rules of a pair next to each other: an interrupted table is still paired
+    cells = [
+        Cell(config.algorithm, rule, held_out, seed)
+        for held_out in held_outs
+        for seed in range(config.seeds)
+        for rule in names(config.aggregator)
+    ]
+    return Grid(config, domains, federations, cells)
+
+
+def round_of(grid: Grid, aggregator: str) -> Round:
+    """The configuration's round with one server rule; checked against the federation."""
+    config = grid.config
+    backbone = BACKBONES[config.backbone](num_classes=len(grid.domains.class_names))
+    to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting)
+    round_fn = make_round(backbone, build_algorithm(config), topology(config), to_server, to_station)
+    check_fit(round_fn, next(iter(grid.federations.values())))
+    return round_fn
+
+
+def compile_block(round_fn: Round, federation: Federation, length: int) -> Program:
+    """Compile a block of ``length`` rounds for a federation's shapes; running it can then never compile again."""
+    start = time.perf_counter()
+    state = jax.eval_shape(round_fn.init, jax.random.key(0))
+    compiled = round_fn.block.lower(state, federation.data, jax.random.key(0), length=length).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return Program(dataclasses.replace(round_fn, block=lambda *args, length: compiled(*args)), seconds, total)
+
+
+def shapes_of(federation: Federation) -> tuple:
+    """What a program is compiled for."""
+    return tuple((x.shape, x.dtype) for x in jax.tree.leaves(federation.data))
+
+
+@dataclasses.dataclass
+class CellRun:
+    """A cell under way: its blocks, its best model so far, its checkpoints."""
+
+    cell: Cell
+    blocks: Iterator[Block]
+    key: jax.Array
+    checkpoints: Checkpoints
+    selection: str
+    best: dict[str, Any] | None
+    best_variables: Any
+    seconds: float  # spent in earlier sessions and this one, without compiling
+    record: dict[str, Any] | None
+
+    def advance(self) -> Block | None:
+        """The next block, None at the end. Runs in a worker thread: XLA lets go of Python while it computes."""
+        start = time.perf_counter()
+        block = next(self.blocks, None)
+        self.seconds += time.perf_counter() - start
+        return block
+
+    def keep(self, block: Block) -> None:
+        """Remember the best model and write a checkpoint."""
+        self.record = block.record
+        if is_better(self.selection, block.record, self.best):
+            # the next block consumes the state, so the best model needs buffers of its own
+            self.best, self.best_variables = block.record, jax.tree.map(np.asarray, block.state.variables)
+        notes = {"round": block.record["round"], "best": self.best, "record": block.record, "seconds": self.seconds}
+        arrays = {"state": block.state, "best": self.best_variables, "key": jax.random.key_data(self.key)}
+        self.checkpoints.save(Progress(arrays, notes))
+
+
+def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> CellRun:
+    """A cell ready to run, from its newest checkpoint if it has one."""
+    config, federation = grid.config, grid.federations[cell.held_out, cell.seed]
+    init_key, key = jax.random.split(jax.random.key(cell.seed))
+    state = program.round_fn.init(init_key)
+    checkpoints = folder.checkpoints(cell)
+    variables, notes = state.variables, {"best": None, "record": None, "seconds": 0.0}
+    if checkpoints.latest() is not None:
+        template = {"state": state, "best": variables, "key": jax.random.key_data(key)}
+        (arrays, notes) = checkpoints.restore(template)
+        state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
+    blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every)
+    best = jax.tree.map(np.asarray, variables)
+    return CellRun(
+        cell, blocks, key, checkpoints, config.selection, notes["best"], best, notes["seconds"], notes["record"]
+    )
+
+
+def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
+    """A finished cell's line of ``result.json``: the scores of the selected round."""
+    best = cell_run.best
+    scores = {k: best[k] for k in ("accuracy", "balanced_accuracy", "accuracy_unseen", "source_accuracy")}
+    return (
+        cell_run.cell._asdict()
+        | scores
+        | {
+            "selection": cell_run.selection,
+            "selected_round": best["round"],
+            "rounds": cell_run.record["round"],
+            "seconds": round(cell_run.seconds, 3),
+            "compile_seconds": round(program.seconds, 3),
+            "compilations": 1,
+        }
+    )
+
+
+def run_grid(
+    grid: Grid,
+    folder: RunFolder,
+    report: Callable[[str, Cell | None, Any], None] = lambda event, cell, value: None,
+    jobs: int | None = None,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run every cell that is not finished; results of all finished cells, and those that failed.
+
+    ``jobs`` cells at a time, by default one per core on CPU (each round is a chain of small steps that one core can
+    fill) and one elsewhere; the numbers do not depend on it. ``report(event, cell, value)`` is told ``compiled``
+    (seconds), ``start`` (rounds done), ``record``, ``done`` and ``failed``. A cell whose training breaks down is left at
+    its last good checkpoint; the others go on.
+    """
+    config = grid.config
+    cells, failed = folder.finished(), []
+    finished = {Cell(*(c[k] for k in Cell._fields)) for c in cells}
+    waiting = [cell for cell in grid.cells if cell not in finished]
+    latest = {cell.name: config.rounds for cell in finished}
+    for cell in waiting:
+        checkpoints = folder.checkpoints(cell)
+        latest[cell.name] = checkpoints.latest() or 0
+        checkpoints.close()
+    folder.keep_metrics(latest)
+    title = table_title(grid)
+    rounds = {rule: round_of(grid, rule) for rule in {cell.aggregator for cell in waiting}}
+    programs: dict[tuple, Program] = {}
+    jobs = jobs or (max(os.cpu_count() or 1, 1) if jax.default_backend() == "cpu" else 1)
+
+    def program_of(cell):
+        federation = grid.federations[cell.held_out, cell.seed]
+        key = (cell.aggregator, shapes_of(federation))
+        if key not in programs:
+            programs[key] = compile_block(rounds[cell.aggregator], federation, config.eval_every)
+            report("compiled", cell, programs[key].seconds)
+        return programs[key]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        running: dict[Any, tuple[CellRun, Program]] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    cell = waiting.pop(0)
+                    program = program_of(cell)
+                    cell_run = open_cell(cell, grid, program, folder)
+                    report("start", cell, cell_run.record["round"] if cell_run.record else 0)
+                    running[pool.submit(cell_run.advance)] = (cell_run, program)
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    cell_run, program = running.pop(future)
+                    try:
+                        block = future.result()
+                    except NotFinite as error:
+                        failed.append(cell_run.cell._asdict() | {"error": str(error)})
+                        report("failed", cell_run.cell, str(error))
+                        cell_run.checkpoints.close()
+                        continue
+                    if block is not None:
+                        folder.add_metrics(cell_run.cell, block.record)
+                        cell_run.keep(block)
+                        report("record", cell_run.cell, block.record)
+                        running[pool.submit(cell_run.advance)] = (cell_run, program)
+                    else:
+                        cells.append(result_of(cell_run, program))
+                        write_results(folder, config, cells, failed, title)
+                        report("done", cell_run.cell, cells[-1])
+                        cell_run.checkpoints.close()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    write_results(folder, config, cells, failed, title)
+    return cells, failed
+
+
+def table_title(grid: Grid) -> str:
+    """What a table's numbers are, in one line."""
+    config = grid.config
+    return (
+        f"{config.dataset}, accuracy (%) on the held-out domain, all its examples; round selected by {config.selection}; "
+        f"mean ± 95 % interval over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} clients, "
+        f"{config.rounds} rounds of {config.station_rounds} station rounds, domain mix {config.domain_mix:g}."
+    )
+
+
+def majority_share(domains: Domains, held_out: str) -> float:
+    """Accuracy on a held-out domain of always answering its commonest class."""
+    labels = domains.labels[domains.domain == domains.domain_names.index(held_out)]
+    return float(np.bincount(labels).max() / len(labels))

@@ -1,0 +1,13 @@
+"""Every test runs with the jaxtyping annotations of the library turned into checks."""
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+# no module of the package is imported above: the hook sees them all
+install_import_hook("fedjax_dg", "beartype.beartype")
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(0)

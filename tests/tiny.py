@@ -1,0 +1,93 @@
+"""A tiny network and tiny federations, for tests that must run in milliseconds."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from fedjax_dg.alignment import Axis, Group
+from fedjax_dg.backbones import Backbone
+from fedjax_dg.backbones.backbone import max_pool
+from fedjax_dg.datasets import Domains
+from fedjax_dg.evaluate import EvaluationSet
+from fedjax_dg.federation import Federation
+from fedjax_dg.types import Examples, Topology
+
+CLASSES = 3
+
+
+class TinyNet(nn.Module):
+    """One 3 x 3 convolution (4 filters), a 2 x 2 pool, dense 5, a linear head; for 6 x 6 x 2 images."""
+
+    def setup(self):
+        self.conv = nn.Conv(4, (3, 3), padding="VALID")
+        self.dense = nn.Dense(5)
+        self.head = nn.Dense(CLASSES)
+
+    def features(self, x, train, mask=None):
+        x = nn.relu(max_pool(self.conv(x)))
+        return nn.tanh(self.dense(x.reshape(x.shape[0], -1)))
+
+    def classify(self, z):
+        return self.head(z)
+
+    def __call__(self, x, train):
+        return self.classify(self.features(x, train))
+
+
+def tiny_backbone() -> Backbone:
+    """83 + ... parameters: small enough to check by hand, with a convolution, a flatten and two dense layers."""
+    group = Group(
+        name="conv",
+        size=4,
+        producers=(Axis("params/conv/kernel", 3),),
+        followers=(Axis("params/conv/bias", 0),),
+        consumers=(Axis("params/dense/kernel", 0, 4),),
+        grams=(("dense", 4),),
+    )
+    return Backbone(TinyNet(), input_shape=(6, 6, 2), num_features=5, num_classes=CLASSES, groups=(group,))
+
+
+def tiny_domains(per_domain=30, domains=3, seed=0) -> Domains:
+    """Float images of three classes (a bright corner each), shifted by domain."""
+    rng = np.random.default_rng(seed)
+    total = per_domain * domains
+    labels = rng.integers(0, CLASSES, total).astype(np.int32)
+    domain = np.repeat(np.arange(domains, dtype=np.int32), per_domain)
+    inputs = rng.normal(size=(total, 6, 6, 2)).astype(np.float32) * 0.3 + domain[:, None, None, None] * 0.2
+    for label, (row, column) in enumerate(((0, 0), (0, 3), (3, 0))):
+        inputs[labels == label, row : row + 3, column : column + 3] += 1.0
+    names = tuple(f"domain{i}" for i in range(domains))
+    return Domains("tiny", inputs, labels, domain, None, None, names, tuple("abc"))
+
+
+def tiny_federation(sizes, seed=0, padding=0, fill=0.0, **topology) -> Federation:
+    """A federation with ``sizes`` [S, C] examples per client, ``padding`` extra places whose values are ``fill``."""
+    sizes = np.asarray(sizes)
+    stations, clients = sizes.shape
+    rng = np.random.default_rng(seed)
+    places = int(sizes.max()) + padding
+    mask = np.arange(places) < sizes[..., None]
+    # a client's draws do not depend on the padding
+    inputs = np.full((stations, clients, places, 6, 6, 2), fill, np.float32)
+    labels = np.zeros((stations, clients, places), np.int32)
+    for s in range(stations):
+        for c in range(clients):
+            n = sizes[s, c]
+            labels[s, c, :n] = rng.integers(0, CLASSES, n)
+            inputs[s, c, :n] = rng.normal(size=(n, 6, 6, 2)) + labels[s, c, :n, None, None, None]
+    domain = np.broadcast_to(np.arange(stations, dtype=np.int32)[:, None, None], mask.shape)
+    judged = Examples(
+        jnp.asarray(rng.normal(size=(12, 6, 6, 2)), jnp.float32),
+        jnp.asarray(rng.integers(0, CLASSES, 12), jnp.int32),
+        jnp.ones(12, bool),
+        jnp.asarray(np.arange(12) % (stations + 1), jnp.int32),
+    )
+    return Federation(
+        clients=Examples(*(jnp.asarray(x) for x in (inputs, labels, mask, domain))),
+        ids=jnp.arange(stations * clients, dtype=jnp.int32).reshape(stations, clients),
+        evaluation=EvaluationSet(judged, jnp.ones(12, bool)),
+        topology=Topology(stations, clients, **topology),
+        domain_names=tuple(f"domain{i}" for i in range(stations + 1)),
+        class_names=tuple("abc"),
+        held_out=f"domain{stations}",
+    )
