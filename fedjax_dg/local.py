@@ -112,10 +112,10 @@ def visit(
     algorithm: Algorithm,
     topology: Topology,
     rules: tuple[Aggregator, Aggregator],
+    last: Bool[Array, ""] | bool,
     received: Received,
     client: PyTree,
     examples: Examples,
-    last: Bool[Array, ""],
     key: Key,
 ) -> Visit:
     """All that one client does in a station round: train, report, measure for the (station, server) rules.

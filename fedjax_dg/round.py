@@ -27,62 +27,54 @@ def make_step(
         return to_station.weigh(counts, present), to_server.weigh(counts.sum(1), present.sum(1))
 
     def step(state: ServerState, data, key):
-        key = jax.random.fold_in(key, state.round)
+        draw_key, survey_key, local_key = jax.random.split(jax.random.fold_in(key, state.round), 3)
         examples, ids = data
         counts = examples.mask.sum(-1)  # [S, C]
-        shares = client_shares(*weigh(counts))
-        picked = choose_participants(counts > 0, ids, topology.participants, key)  # [S, P]
-        here = (examples, ids, counts, shares, state.clients)
-        if topology.participants is not None:  # else a copy of the whole data set
+        picked = choose_participants(counts > 0, ids, topology.participants, draw_key)  # [S, P]
+        here = (examples, ids, counts, client_shares(*weigh(counts)), state.clients)
+        if topology.participants is not None:  # else a needless copy of the whole data set
             here = tree.take(here, (rows, picked))
         examples, ids, counts, shares, origin = here
         weights, station_weights = weigh(counts)  # [S, P], [S]
-        models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
         shared, stations, clients = state.shared, state.stations, origin
+        models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
+
+        def hand_over(station, client, key):
+            (model, memory), (own, at_start, its_examples, i) = station, client
+            return Received(model, shared, memory, at_start), own, its_examples, jax.random.fold_in(key, i)
 
         if algorithm.survey is not None:
-
-            def survey(station, client):
-                (model, memory), (own, its_examples, i) = station, client
-                received = Received(model, shared, memory, own)
-                return algorithm.survey(backbone, received, own, its_examples, jax.random.fold_in(key, i))
-
-            clients, messages = map_clients(survey, (models, stations), (clients, examples, ids), chunk)
+            survey = lambda station, client: algorithm.survey(backbone, *hand_over(station, client, survey_key))
+            clients, messages = map_clients(survey, (models, stations), (clients, origin, examples, ids), chunk)
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
         def station_round(carry, number):
-            models, clients, stations, states = carry
-
-            def client_part(station, client):
-                (model, memory), (own, at_start, its_examples, i) = station, client
-                its_key = jax.random.fold_in(jax.random.fold_in(key, number + 1), i)
-                received, last = Received(model, shared, memory, at_start), number == topology.station_rounds - 1
-                return visit(backbone, algorithm, topology, rules, received, own, its_examples, last, its_key)
-
-            seen = map_clients(client_part, (models, stations), (clients, origin, examples, ids), chunk)
+            models, clients, stations, memory = carry
+            key, last = jax.random.fold_in(local_key, number), number == topology.station_rounds - 1
+            part = lambda station, client: visit(
+                backbone, algorithm, topology, rules, last, *hand_over(station, client, key)
+            )
+            seen = map_clients(part, (models, stations), (clients, origin, examples, ids), chunk)
             merge = jax.vmap(lambda *station: to_station.merge(backbone, *station))
-            models, states, info = merge(states, models, seen.variables, weights, seen.for_station)
+            models, memory, info = merge(memory, models, seen.variables, weights, seen.for_station)
             stations = jax.vmap(algorithm.gather)(stations, seen.message, shares)
             upward = (seen.message, jax.vmap(to_server.combine)(seen.for_server, weights))
-            return ((models, seen.client, stations, states), upward), (seen.metrics, seen.steps, seen.finite, info)
+            return ((models, seen.client, stations, memory), upward), (seen.metrics, seen.steps, seen.finite, info)
 
         start = (models, clients, stations, state.station_rule)
-        empty = tree.zeros(jax.eval_shape(station_round, start, 0)[0][1])
-        (carry, upward), history = jax.lax.scan(
-            lambda carry, number: station_round(carry[0], number), (start, empty), jnp.arange(topology.station_rounds)
+        nothing = tree.zeros(jax.eval_shape(station_round, start, 0)[0][1])
+        (carry, (messages, measured)), (metrics, steps, finite, station_info) = jax.lax.scan(
+            lambda carry, number: station_round(carry[0], number), (start, nothing), jnp.arange(topology.station_rounds)
         )
-        (models, clients, stations, station_rule), (messages, measured) = carry, upward
-
-        variables, server_rule, merge_info = to_server.merge(
+        models, clients, stations, station_rule = carry
+        variables, server_rule, server_info = to_server.merge(
             backbone, state.server_rule, state.variables, models, station_weights, measured
         )
         shared, stations = algorithm.absorb(shared, stations, messages, shares)
         if topology.participants is not None:
             clients = jax.tree.map(lambda whole, part: whole.at[rows, picked].set(part), state.clients, clients)
-        metrics, steps, _, station_info = tree.take(history, -1)
-        info = RoundInfo(
-            picked, metrics, steps, history[2].all(0), tree.all_finite(variables), station_info, merge_info
-        )
+        metrics, steps, station_info = tree.take((metrics, steps, station_info), -1)
+        info = RoundInfo(picked, metrics, steps, finite.all(0), tree.all_finite(variables), station_info, server_info)
         return ServerState(variables, shared, clients, stations, station_rule, server_rule, state.round + 1), info
 
     return step

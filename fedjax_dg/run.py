@@ -19,6 +19,10 @@ from fedjax_dg.round import make_step
 from fedjax_dg.types import Aggregator, Algorithm, Key, RoundInfo, ServerState, Topology
 
 
+# Keeps what an evaluation draws apart from the rounds, whose keys fold in their number.
+EVALUATION = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class Round:
     """A round ready to run; ``make_round`` makes it."""
@@ -111,9 +115,8 @@ def run_blocks(
         state, info = round_fn.block(state, federation.data, key, length=eval_every)
         check_finite(info, done)
         done += eval_every
-        judged = round_fn.evaluate(
-            state.variables, federation.evaluation, jax.random.fold_in(key, done), len(federation.domain_names)
-        )
+        judge_key = jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done)
+        judged = round_fn.evaluate(state.variables, federation.evaluation, judge_key, len(federation.domain_names))
         record = {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
         yield Block(state, info, record)
 
