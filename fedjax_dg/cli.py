@@ -18,8 +18,17 @@ from rich.table import Table
 
 from fedjax_dg import datasets
 from fedjax_dg.config import RunConfig, check, names, parse_settings, read_toml
-from fedjax_dg.experiment import Grid, compile_block, majority_share, resolve, round_of, run_grid, table_title
-from fedjax_dg.results import Cell, RunFolder, rows
+from fedjax_dg.experiment import (
+    Grid,
+    compile_block,
+    identity,
+    majority_share,
+    resolve,
+    round_of,
+    run_grid,
+    table_title,
+)
+from fedjax_dg.results import Cell, RunFolder, read_json, rows
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,16 @@ class RunOptions(RunConfig):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit status is 0, 1 when a cell broke down, 2 for bad input."""
+    """Entry point; the exit status is 0, 1 when a cell broke down, 2 for bad input, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
     try:
         default = RunOptions(**_fields(read_toml(path))) if (path := _config_path(arguments)) else RunOptions()
 
-        def run(options: tyro.conf.OmitArgPrefixes[RunOptions] = default) -> int:
-            return run_command(options, console)
+        def run(run: tyro.conf.OmitArgPrefixes[RunOptions] = default) -> int:
+            return run_command(run, console)
 
         run.__doc__ = RunOptions.__doc__
         return tyro.extras.subcommand_cli_from_dict(
@@ -67,10 +78,15 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"fedjax-dg: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fedjax-dg: interrupted; the same command with --resume continues the run.", file=sys.stderr)
+        return 130
 
 
 def run_command(options: RunOptions, console: Console) -> int:
     """``fedjax-dg run``."""
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"jobs={options.jobs} is not positive: give 1 or more.")
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
     grid = resolve(config)
     rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
@@ -82,14 +98,14 @@ def run_command(options: RunOptions, console: Console) -> int:
     folder = RunFolder(Path(out), config, options.resume, options.overwrite)
     with ProgressBars(console, grid) as report:
         cells, failed = run_grid(grid, folder, report, options.jobs)
-    show_table(console, cells, table_title(grid))
+    show_table(console, cells, table_title(config))
     for held_out in dict.fromkeys(cell.held_out for cell in grid.cells):
         console.print(
-            f"Always answering the commonest class of {held_out}: {100 * majority_share(grid.domains, held_out):.1f}"
+            f"Always answering the commonest class of {held_out}: {100 * majority_share(grid.domains, held_out):.1f} %"
         )
     console.print(f"Run folder: {folder.path}", soft_wrap=True)
     for failure in failed:
-        print(f"fedjax-dg: {Cell(*(failure[k] for k in Cell._fields)).name}: {failure['error']}", file=sys.stderr)
+        print(f"fedjax-dg: {identity(failure).name}: {failure['error']}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -104,8 +120,8 @@ def _table_command(console: Console):
                 raise ValueError(
                     f"{run} has no result.json: give the folder of a run that has finished at least one cell."
                 )
-            result = json.loads(path.read_text())
-            show_table(console, result["cells"], f"{run}: {(Path(run) / 'table.md').read_text().splitlines()[0]}")
+            result = read_json(path)
+            show_table(console, result["cells"], f"{run}: {table_title(RunConfig(**result['config']))}")
         return 0
 
     return table
@@ -124,11 +140,12 @@ def _data_command(console: Console):
 def show_table(console: Console, cells: list[dict], title: str) -> None:
     """Print the table of finished cells."""
     header, lines = rows(cells)
-    table = Table(title=title, title_justify="left", title_style="", caption_justify="left")
+    table = Table()
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
     for line in lines:
         table.add_row(*line)
+    console.print(title, highlight=False)
     console.print(table)
 
 
@@ -136,9 +153,8 @@ def describe(grid: Grid, rounds: dict, console: Console) -> None:
     """Print the first federation of a grid, the devices, and the memory of each server rule's program."""
     (held_out, seed), federation = next(iter(grid.federations.items()))
     counts = federation.counts()  # [S, C, G]
-    table = Table(
-        title=f"Federation with {held_out} held out, seed {seed}: examples by station and domain", title_style=""
-    )
+    console.print(f"Federation with {held_out} held out, seed {seed}: examples by station and domain")
+    table = Table()
     for column in ("station", *federation.domain_names, "smallest client", "largest client"):
         table.add_column(column, justify="right")
     for number, station in enumerate(counts):
@@ -201,7 +217,8 @@ class ProgressBars:
             self.bars.remove_task(self.tasks.pop(cell))
             self.console.print(
                 f"{cell.name}: held-out {100 * value['accuracy']:.1f} %, source {100 * value['source_accuracy']:.1f} % "
-                f"(round {value['selected_round']} of {value['rounds']}), {value['seconds']:.1f} s",
+                f"(round {value['selected_round']} of {value['rounds']}, by {value['selection']}), "
+                f"{value['seconds']:.1f} s",
                 highlight=False,
             )
         elif event == "failed":

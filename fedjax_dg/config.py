@@ -92,9 +92,11 @@ def read_toml(path: str | Path) -> RunConfig:
         raise ValueError(
             f"Cannot read the configuration {path}: {error}; give a TOML file with a [run] table."
         ) from None
-    for table in content:
+    for table, options in content.items():
         if table not in ("run", "set"):
             raise unknown(f"table in {path}", table, ("run", "set"))
+        if not isinstance(options, dict):
+            raise ValueError(f"{table} = {options!r} in {path} is not a table: write [{table}] and the options below.")
     options = content.get("run", {})
     allowed = {f.name: f for f in dataclasses.fields(RunConfig) if f.name != "settings"}
     for name, value in options.items():
@@ -192,7 +194,7 @@ def _typed(key: str, value: Any, default: Any) -> Any:
             return str(value).lower() == "true"
         raise ValueError(f"{key}={value} is not true or false: give one of them.")
     try:
-        number = int(value) if isinstance(default, int) else float(value)
+        number = int(str(value)) if isinstance(default, int) else float(str(value))
     except (TypeError, ValueError):
         kind = "whole number" if isinstance(default, int) else "number"
         raise ValueError(f"{key}={value} is not a {kind}: give one, such as {default}.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Federation, federate
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, make_round, run_blocks
+from fedjax_dg.types import Key, ServerState, Variables
 
 
 class Program(NamedTuple):
@@ -44,6 +46,10 @@ class Grid(NamedTuple):
 def resolve(config: RunConfig) -> Grid:
     """Load the data, deal out every federation, list the cells. Raises ``ValueError`` for what does not fit."""
     options = {} if config.data_dir is None else {"data_dir": config.data_dir}
+    if not set(options) <= set(inspect.signature(datasets.DATASETS[config.dataset]).parameters):
+        raise ValueError(
+            f"data_dir={config.data_dir!r} is given, but {config.dataset} comes with the library: leave data_dir out."
+        )
     domains = datasets.load(config.dataset, **options)
     if config.held_out != "all" and config.held_out not in domains.domain_names:
         raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
@@ -97,6 +103,21 @@ def shapes_of(federation: Federation) -> tuple:
     return tuple((x.shape, x.dtype) for x in jax.tree.leaves(federation.data))
 
 
+def arrays_of(state: ServerState, best: Variables, key: Key) -> dict[str, Any]:
+    """What a checkpoint holds beside plain numbers."""
+    return {"state": state, "best": best, "key": jax.random.key_data(key)}
+
+
+def template(round_fn: Round) -> dict[str, Any]:
+    """Shapes of what a checkpoint holds."""
+
+    def first(key):
+        state = round_fn.init(key)
+        return arrays_of(state, state.variables, key)
+
+    return jax.eval_shape(first, jax.random.key(0))
+
+
 @dataclasses.dataclass
 class CellRun:
     """A cell under way: its blocks, its best model so far, its checkpoints."""
@@ -125,8 +146,7 @@ class CellRun:
             # the next block consumes the state, so the best model needs buffers of its own
             self.best, self.best_variables = block.record, jax.tree.map(np.asarray, block.state.variables)
         notes = {"round": block.record["round"], "best": self.best, "record": block.record, "seconds": self.seconds}
-        arrays = {"state": block.state, "best": self.best_variables, "key": jax.random.key_data(self.key)}
-        self.checkpoints.save(Progress(arrays, notes))
+        self.checkpoints.save(Progress(arrays_of(block.state, self.best_variables, self.key), notes))
 
 
 def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> CellRun:
@@ -137,8 +157,7 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> Ce
     checkpoints = folder.checkpoints(cell)
     variables, notes = state.variables, {"best": None, "record": None, "seconds": 0.0}
     if checkpoints.latest() is not None:
-        template = {"state": state, "best": variables, "key": jax.random.key_data(key)}
-        (arrays, notes) = checkpoints.restore(template)
+        arrays, notes = checkpoints.restore(arrays_of(state, variables, key))
         state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
     blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every)
     best = jax.tree.map(np.asarray, variables)
@@ -165,6 +184,11 @@ def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
     )
 
 
+def identity(result: dict[str, Any]) -> Cell:
+    """Which cell a line of ``result.json`` is about."""
+    return Cell(*(result[k] for k in Cell._fields))
+
+
 def run_grid(
     grid: Grid,
     folder: RunFolder,
@@ -180,17 +204,23 @@ def run_grid(
     """
     config = grid.config
     cells, failed = folder.finished(), []
-    finished = {Cell(*(c[k] for k in Cell._fields)) for c in cells}
+    finished = {identity(result) for result in cells}
     waiting = [cell for cell in grid.cells if cell not in finished]
     latest = {cell.name: config.rounds for cell in finished}
+    rounds = {rule: round_of(grid, rule) for rule in names(config.aggregator)}
     for cell in waiting:
         checkpoints = folder.checkpoints(cell)
+        checkpoints.check(template(rounds[cell.aggregator]))
         latest[cell.name] = checkpoints.latest() or 0
         checkpoints.close()
     folder.keep_metrics(latest)
-    title = table_title(grid)
-    rounds = {rule: round_of(grid, rule) for rule in {cell.aggregator for cell in waiting}}
+    title = table_title(config)
     programs: dict[tuple, Program] = {}
+    order = {cell: number for number, cell in enumerate(grid.cells)}
+
+    def place(result):  # the first server rule first, as it is the baseline; then as the grid has them
+        return names(config.aggregator).index(result["aggregator"]), order[identity(result)]
+
     jobs = jobs or (max(os.cpu_count() or 1, 1) if jax.default_backend() == "cpu" else 1)
 
     def program_of(cell):
@@ -227,9 +257,10 @@ def run_grid(
                         report("record", cell_run.cell, block.record)
                         running[pool.submit(cell_run.advance)] = (cell_run, program)
                     else:
-                        cells.append(result_of(cell_run, program))
+                        result = result_of(cell_run, program)
+                        cells = sorted([*cells, result], key=place)
                         write_results(folder, config, cells, failed, title)
-                        report("done", cell_run.cell, cells[-1])
+                        report("done", cell_run.cell, result)
                         cell_run.checkpoints.close()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -237,9 +268,8 @@ def run_grid(
     return cells, failed
 
 
-def table_title(grid: Grid) -> str:
+def table_title(config: RunConfig) -> str:
     """What a table's numbers are, in one line."""
-    config = grid.config
     return (
         f"{config.dataset}, accuracy (%) on the held-out domain, all its examples; round selected by {config.selection}; "
         f"mean ± 95 % interval over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} clients, "

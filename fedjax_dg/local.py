@@ -21,6 +21,7 @@ class Batches(NamedTuple):
 
     index: Int[Array, "K B"]
     valid: Bool[Array, "K B"]
+    passes: Int[Array, " K"]  # finished before this step
 
 
 class Trained(NamedTuple):
@@ -64,7 +65,7 @@ def plan_batches(mask: Bool[Array, " N"], topology: Topology, key: Key) -> Batch
         draws = jax.random.uniform(jax.random.fold_in(key, step // per_pass), (places,))
         order = jnp.argsort(jnp.where(mask, draws, jnp.inf))  # padding last
         position = (step % per_pass) * size + jnp.arange(size)
-        return order[jnp.minimum(position, places - 1)], position < num_examples
+        return order[jnp.minimum(position, places - 1)], position < num_examples, (step // per_pass).astype(jnp.int32)
 
     return Batches(*jax.vmap(one)(jnp.arange(num_steps)))
 
@@ -88,18 +89,19 @@ def train(
     optimizer, tally = algorithm.begin(backbone, received, client)
 
     def step(local, inputs):
-        number, index, valid = inputs
+        number, index, valid, passes = inputs
 
         def move():
             batch = take_batch(examples, index, valid)
-            return algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
+            key = jax.random.fold_in(step_key, number)
+            return algorithm.step(backbone, received, local._replace(passes=passes), batch, key)
 
         real = valid.any()
         nothing = tree.zeros(jax.eval_shape(move)[1])
         moved, metrics = jax.lax.cond(real, move, lambda: (local, nothing))
         return moved, (real, metrics)
 
-    start = Local(received.variables, optimizer, client, tally)
+    start = Local(received.variables, optimizer, client, tally, jnp.int32(0))
     numbers = jnp.arange(batches.valid.shape[0])
     local, (real, metrics) = jax.lax.scan(step, start, (numbers, *batches))
     steps = real.sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -39,9 +40,19 @@ class Cell(NamedTuple):
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file whole: a reader, or a run killed half way, sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run folder. Raises ``ValueError`` when it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is missing or damaged ({type(error).__name__}): restore it, or run again with --overwrite."
+        ) from None
 
 
 def environment() -> dict[str, Any]:
@@ -59,18 +70,30 @@ def environment() -> dict[str, Any]:
 class RunFolder:
     """``runs/<name>/``: ``config.json``, ``metrics.jsonl``, ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``.
 
-    Raises ``ValueError`` when the folder holds another configuration, or the same one without ``resume``.
+    Raises ``ValueError`` when the folder holds another configuration, the same one without ``resume``, or something
+    else, or cannot be written.
     """
 
     def __init__(self, path: Path, config: RunConfig, resume: bool = False, overwrite: bool = False):
         self.path = Path(path)
-        wanted = {"schema": SCHEMA, **dataclasses.asdict(config)}
-        if overwrite and self.path.exists():
-            if any(self.path.iterdir()) and not (self.path / "config.json").exists():
-                raise ValueError(f"{self.path} is no run folder, so it is not overwritten: choose another --out.")
-            shutil.rmtree(self.path)
-        if (self.path / "config.json").exists():
-            found = json.loads((self.path / "config.json").read_text())
+        try:
+            self._open({"schema": SCHEMA, **dataclasses.asdict(config)}, resume, overwrite)
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be a run folder ({error.strerror}): choose another --out.") from None
+
+    def _open(self, wanted: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        is_run = (self.path / "config.json").exists()
+        # hidden files do not count: a run killed in its first write has left one
+        if not is_run and self.path.exists() and any(p.name[0] != "." for p in self.path.iterdir()):
+            raise ValueError(f"{self.path} exists and is no run folder: choose another --out.")
+        if is_run and overwrite:
+            # out of the way in one step: a run killed in the middle of deleting leaves no half of the old one
+            here = self.path.resolve()
+            old = here.with_name(f".{here.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(here.rename(old))
+        elif is_run:
+            found = read_json(self.path / "config.json")
             if found != wanted:
                 raise ValueError(
                     f"{self.path} holds a run of another configuration ({differences(wanted, found)}): "
@@ -81,15 +104,13 @@ class RunFolder:
                     f"{self.path} already holds this run: pass --resume to continue it (finished cells are not run "
                     "again), --overwrite to start over, or another --out."
                 )
-        elif self.path.exists() and any(self.path.iterdir()):
-            raise ValueError(f"{self.path} exists and is no run folder: choose another --out.")
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.json", json.dumps(wanted, indent=2) + "\n")
 
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""
         path = self.path / "result.json"
-        return json.loads(path.read_text())["cells"] if path.exists() else []
+        return read_json(path)["cells"] if path.exists() else []
 
     def keep_metrics(self, rounds: dict[str, int]) -> None:
         """Drop lines of ``metrics.jsonl`` that lie beyond a cell's checkpoint: that work is going to be repeated."""
@@ -106,11 +127,20 @@ class RunFolder:
     def add_metrics(self, cell: Cell, record: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"cell": cell.name, **cell._asdict(), **record}) + "\n")
+            file.write(json.dumps(_strict({"cell": cell.name, **cell._asdict(), **record})) + "\n")
 
     def checkpoints(self, cell: Cell) -> Checkpoints:
         """The checkpoints of a cell."""
         return Checkpoints(self.path / "checkpoints" / cell.name)
+
+
+def _strict(value: Any) -> Any:
+    """The same with null for NaN and infinity (the loss of a model about to break down), which JSON does not have."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Progress(NamedTuple):
@@ -138,35 +168,38 @@ class Checkpoints:
         )
         self.manager.save(progress.notes["round"], args=arguments)
 
+    def check(self, template: PyTree) -> None:
+        """``ValueError`` when the newest checkpoint, if there is one, has other arrays than ``template``."""
+        if self.latest() is None:
+            return
+        wanted = {k: tuple(v.shape) for k, v in _named(template).items()}
+        try:
+            stored = {k: tuple(v.shape) for k, v in self.manager.item_metadata(self.latest())["arrays"].items()}
+        except Exception as error:  # as many types as there are ways to damage a folder
+            raise self._unusable(f"cannot be read ({type(error).__name__})") from error
+        for name in sorted({*wanted, *stored}):
+            if stored.get(name) != wanted.get(name):
+                raise self._unusable(f"holds {name} of shape {stored.get(name)}, but this run needs {wanted.get(name)}")
+
     def restore(self, template: PyTree) -> Progress:
         """The newest checkpoint, in the structure of ``template``.
 
         Raises ``ValueError`` when it does not fit: saved by another version, or damaged.
         """
-        wanted = _named(template)
-        advice = f"continue it with the version that wrote it, or delete {self.path} to run this cell again"
-        try:
-            stored = self.manager.item_metadata(self.latest())["arrays"]
-            stored = {k: tuple(v.shape) for k, v in stored.items()}
-        except Exception as error:
-            raise ValueError(
-                f"The checkpoint in {self.path} cannot be read ({type(error).__name__}); {advice}."
-            ) from error
-        for name in sorted({*wanted, *stored}):
-            have, want = stored.get(name), None if name not in wanted else tuple(wanted[name].shape)
-            if have != want:
-                raise ValueError(
-                    f"The checkpoint in {self.path} holds {name} of shape {have}, this run needs {want}; {advice}."
-                )
-        arguments = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted), notes=ocp.args.JsonRestore())
+        self.check(template)
+        arguments = ocp.args.Composite(arrays=ocp.args.StandardRestore(_named(template)), notes=ocp.args.JsonRestore())
         try:
             restored = self.manager.restore(self.latest(), args=arguments)
         except Exception as error:
-            raise ValueError(
-                f"The checkpoint in {self.path} cannot be read ({type(error).__name__}); {advice}."
-            ) from error
-        leaves = [restored["arrays"][name] for name in wanted]
+            raise self._unusable(f"cannot be read ({type(error).__name__})") from error
+        leaves = [restored["arrays"][name] for name in _named(template)]
         return Progress(jax.tree.unflatten(jax.tree.structure(template), leaves), restored["notes"])
+
+    def _unusable(self, what: str) -> ValueError:
+        return ValueError(
+            f"The checkpoint in {self.path} {what}: continue with the version that wrote it, or delete {self.path} to "
+            "run this cell again."
+        )
 
     def close(self) -> None:
         self.manager.close()
@@ -217,9 +250,6 @@ def summarise(cells: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
 
 def write_results(folder: RunFolder, config: RunConfig, cells: list[dict], failed: list[dict], title: str) -> None:
     """``result.json`` and ``table.md`` of all finished cells."""
-    cells = sorted(
-        cells, key=lambda c: (c["algorithm"], config.aggregator.find(c["aggregator"]), c["held_out"], c["seed"])
-    )
     summary, paired = summarise(cells)
     result = {
         "schema": SCHEMA,

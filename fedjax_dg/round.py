@@ -41,7 +41,8 @@ def make_step(
 
         def hand_over(station, client, key):
             (model, memory), (own, at_start, its_examples, i) = station, client
-            return Received(model, shared, memory, at_start), own, its_examples, jax.random.fold_in(key, i)
+            received = Received(model, shared, memory, at_start, state.round)
+            return received, own, its_examples, jax.random.fold_in(key, i)
 
         if algorithm.survey is not None:
             survey = lambda station, client: algorithm.survey(backbone, *hand_over(station, client, survey_key))

@@ -18,7 +18,6 @@ from fedjax_dg.federation import Federation
 from fedjax_dg.round import make_step
 from fedjax_dg.types import Aggregator, Algorithm, Key, RoundInfo, ServerState, Topology
 
-
 # Keeps what an evaluation draws apart from the rounds, whose keys fold in their number.
 EVALUATION = 2**31 - 1
 
@@ -63,9 +62,9 @@ def make_round(
         start = algorithm.init(backbone, fresh, key)
         ids = jnp.arange(topology.stations * topology.clients_per_station).reshape(topology.stations, -1)
         draw = jax.vmap(jax.vmap(lambda i: algorithm.init(backbone, fresh, jax.random.fold_in(key, i)).client))
-        per_station = (start.station, to_station.init(start.variables))
+        per_station = (start.station, to_station.init(start.variables, topology.clients_per_station))
         stations, station_rule = jax.tree.map(lambda x: jnp.stack([x] * topology.stations), per_station)
-        server_rule = to_server.init(start.variables)
+        server_rule = to_server.init(start.variables, topology.stations)
         return ServerState(start.variables, start.shared, draw(ids), stations, station_rule, server_rule, jnp.int32(0))
 
     def block(state, data, key, length):

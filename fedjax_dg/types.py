@@ -54,6 +54,7 @@ class Received(NamedTuple):
     shared: PyTree  # the algorithm's state at the server
     station: PyTree  # the algorithm's state at this client's station
     origin: PyTree  # this client's state when the server round began
+    round: Int[Array, ""] | int = 0  # server rounds done before this one, for schedules
 
 
 class Local(NamedTuple):
@@ -63,6 +64,7 @@ class Local(NamedTuple):
     optimizer: PyTree
     client: PyTree  # the algorithm's state of this client; survives the round
     tally: PyTree  # what a method accumulates over these steps; gone afterwards
+    passes: Int[Array, ""] | int = 0  # passes over its examples that this client has finished; kept by ``local.train``
 
 
 class Start(NamedTuple):
@@ -139,7 +141,7 @@ class Algorithm(NamedTuple):
     predict: Callable[..., Array] = _predict
 
 
-def _no_state(variables):
+def _no_state(variables, num_models):
     return ()
 
 
@@ -158,7 +160,7 @@ class Aggregator(NamedTuple):
     weigh: Callable[..., Float[Array, " n"]]
     #: (backbone, state, start, models [n], weights [n], messages [n]) -> (variables, state, info).
     merge: Callable[..., tuple[Variables, PyTree, Metrics]]
-    #: (variables) -> state: what this rule remembers between merges (a server optimizer's momentum).
+    #: (variables, num_models) -> state: what this rule remembers between merges (a server optimizer's momentum).
     init: Callable[..., PyTree] = _no_state
     #: (backbone, variables, examples, key) -> message: what a client computes for this rule with its trained model.
     measure: Callable[..., PyTree] = _no_message

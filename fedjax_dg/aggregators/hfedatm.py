@@ -43,7 +43,7 @@ def hfedatm(
     parameters stay valid) or ``first`` (the paper's station 1). ``gram``: ``sum`` or ``mean`` over a client's rows.
 
     Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats (LeNet-5:
-    175,663 floats; no example leaves). They are measured in one pass of its trained model over its own examples.
+    182,063 floats; no example leaves). They are measured in one pass of its trained model over its own examples.
     Info: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [S]; per dense layer ``residual``, ``fallback``.
 
     Deviations: permutations reach the next layer and the Grams, and Sinkhorn's plan is rounded to a permutation, so

@@ -50,8 +50,8 @@ def server_optimizer(aggregator: Aggregator, optimizer: optax.GradientTransforma
     https://arxiv.org/abs/2003.00295.
     """
 
-    def init(variables):
-        return aggregator.init(variables), optimizer.init(variables.params)
+    def init(variables, num_models):
+        return aggregator.init(variables, num_models), optimizer.init(variables.params)
 
     def merge(backbone, state, start, models, weights, messages):
         inner, moments = state

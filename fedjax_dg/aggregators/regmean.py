@@ -126,12 +126,21 @@ def regmean(
 
 
 def _solve(system: Float[Array, "d d"], target: Float[Array, "d o"]) -> Float[Array, "d o"]:
-    """Cholesky of the matrix scaled to a unit diagonal: a shrunken Gram's condition is then at most (3 d + 1) at 0.75."""
+    """Cholesky of the matrix scaled to a unit diagonal: a shrunken Gram's condition is then at most (3 d + 1) at 0.75.
+
+    With alpha = 1 and fewer rows than inputs it can be singular; where Cholesky fails, the diagonal is raised by d eps.
+    """
     diagonal = jnp.diagonal(system)
     # without a ridge a never-active input has a zero row, column and target: any positive scale gives it zero
     dead = diagonal <= 0
     scale = 1.0 / jnp.sqrt(jnp.where(dead, 1.0, diagonal))
     scaled = system * scale[:, None] * scale[None, :] + jnp.diag(dead.astype(system.dtype))
+    least = len(system) * jnp.finfo(system.dtype).eps
     with jax.default_matmul_precision("highest"):
-        factor = jax.scipy.linalg.cho_factor(scaled, lower=True)
-        return scale[:, None] * jax.scipy.linalg.cho_solve(factor, scale[:, None] * target)
+        factor = jnp.linalg.cholesky(scaled)
+        factor = jax.lax.cond(
+            jnp.isfinite(factor).all(),
+            lambda: factor,
+            lambda: jnp.linalg.cholesky(scaled + least * jnp.eye(len(system), dtype=system.dtype)),
+        )
+        return scale[:, None] * jax.scipy.linalg.cho_solve((factor, True), scale[:, None] * target)

@@ -30,10 +30,12 @@ def filter_cost(reference: Float[Array, "a f"], filters: Float[Array, "a f"]) ->
     """D(a, b) = || r_a - w_b ||^2 = 2 - 2 cos for unit-length rows; an all-zero filter keeps length 0."""
 
     def unit(x):
-        return x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+        length = jnp.linalg.norm(x, axis=1, keepdims=True)
+        return x / jnp.maximum(length, 1e-12), (length > 0).astype(x.dtype)
 
-    cosines = jnp.matmul(unit(reference), unit(filters).T, precision="highest")
-    return jnp.maximum(2.0 - 2.0 * cosines, 0.0)
+    (reference, ones), (filters, others) = unit(reference), unit(filters)
+    cosines = jnp.matmul(reference, filters.T, precision="highest")
+    return jnp.maximum(ones + others.T - 2.0 * cosines, 0.0)
 
 
 def assign(cost: Float[Array, "a a"]) -> Int[Array, " a"]:
