@@ -30,6 +30,8 @@ from fedjax_dg.experiment import (
 )
 from fedjax_dg.results import Cell, RunFolder, read_json, rows
 
+WIDE = 10_000  # columns
+
 
 @dataclass(frozen=True)
 class RunOptions(RunConfig):
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     console = Console()
     if not console.is_terminal:
-        console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
+        console.width = WIDE  # lines in a file or a pipe are never wrapped or cut
     try:
         default = RunOptions(**_fields(read_toml(path))) if (path := _config_path(arguments)) else RunOptions()
 
@@ -146,7 +148,7 @@ def show_table(console: Console, cells: list[dict], title: str) -> None:
     for line in lines:
         table.add_row(*line)
     console.print(title, highlight=False)
-    console.print(table)
+    console.print(table, width=WIDE, crop=False)  # on a narrow terminal too: a cut number is worse than a wrapped line
 
 
 def describe(grid: Grid, rounds: dict, console: Console) -> None:

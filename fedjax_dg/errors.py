@@ -21,7 +21,7 @@ def unknown(kind: str, given: str, allowed: Iterable[str]) -> ValueError:
     names = [str(name) for name in allowed]
     available = ", ".join(names) if names else "none"
     by_lower_case = {name.lower(): name for name in names}
-    nearest = difflib.get_close_matches(str(given).lower(), by_lower_case, n=1)
+    nearest = difflib.get_close_matches(str(given).lower(), by_lower_case, n=1, cutoff=0.5)
     if not nearest:
         return ValueError(f"Unknown {kind} {given!r}; available: {available}.")
     return ValueError(f"Unknown {kind} {given!r}; did you mean {by_lower_case[nearest[0]]!r}? Available: {available}.")

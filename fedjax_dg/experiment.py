@@ -272,8 +272,8 @@ def table_title(config: RunConfig) -> str:
     """What a table's numbers are, in one line."""
     return (
         f"{config.dataset}, accuracy (%) on the held-out domain, all its examples; round selected by {config.selection}; "
-        f"mean ± 95 % interval over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} clients, "
-        f"{config.rounds} rounds of {config.station_rounds} station rounds, domain mix {config.domain_mix:g}."
+        f"mean ± 95 % interval over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} "
+        f"clients, {config.rounds} rounds of {config.station_rounds} station rounds, domain mix {config.domain_mix:g}."
     )
 
 

@@ -36,7 +36,7 @@ def make_step(
             here = tree.take(here, (rows, picked))
         examples, ids, counts, shares, origin = here
         weights, station_weights = weigh(counts)  # [S, P], [S]
-        shared, stations, clients = state.shared, state.stations, origin
+        shared, stations = state.shared, state.stations
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
 
         def hand_over(station, client, key):

@@ -62,7 +62,10 @@ def make_round(
         start = algorithm.init(backbone, fresh, key)
         ids = jnp.arange(topology.stations * topology.clients_per_station).reshape(topology.stations, -1)
         draw = jax.vmap(jax.vmap(lambda i: algorithm.init(backbone, fresh, jax.random.fold_in(key, i)).client))
-        per_station = (start.station, to_station.init(start.variables, topology.clients_per_station))
+        per_station = (
+            start.station,
+            to_station.init(start.variables, topology.participants or topology.clients_per_station),
+        )
         stations, station_rule = jax.tree.map(lambda x: jnp.stack([x] * topology.stations), per_station)
         server_rule = to_server.init(start.variables, topology.stations)
         return ServerState(start.variables, start.shared, draw(ids), stations, station_rule, server_rule, jnp.int32(0))
