@@ -30,8 +30,6 @@ from fedjax_dg.experiment import (
 )
 from fedjax_dg.results import Cell, RunFolder, read_json, rows
 
-WIDE = 10_000  # columns
-
 
 @dataclass(frozen=True)
 class RunOptions(RunConfig):
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     console = Console()
     if not console.is_terminal:
-        console.width = WIDE  # lines in a file or a pipe are never wrapped or cut
+        console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
     try:
         default = RunOptions(**_fields(read_toml(path))) if (path := _config_path(arguments)) else RunOptions()
 
@@ -144,11 +142,11 @@ def show_table(console: Console, cells: list[dict], title: str) -> None:
     header, lines = rows(cells)
     table = Table()
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=True)
+        table.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
     for line in lines:
         table.add_row(*line)
     console.print(title, highlight=False)
-    console.print(table, width=WIDE, crop=False)  # on a narrow terminal too: a cut number is worse than a wrapped line
+    console.print(table)
 
 
 def describe(grid: Grid, rounds: dict, console: Console) -> None:

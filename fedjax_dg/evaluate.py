@@ -36,7 +36,11 @@ def evaluate(
     predict: Callable, num_domains: int, num_classes: int, variables: Variables, data: EvaluationSet, key: Key
 ) -> Evaluation:
     """Confusion counts of ``predict(variables, inputs, key)`` over ``data``, ``PASS_SIZE`` examples at a time."""
+    square = jnp.zeros((num_domains, num_classes, num_classes))
+    nothing = Evaluation(square, square, jnp.zeros(num_domains))
     total = data.examples.mask.shape[0]
+    if total == 0:  # no validation split and no held-out domain
+        return nothing
     size = min(PASS_SIZE, total)
     positions = jnp.arange(-(-total // size) * size).reshape(-1, size)
 
@@ -53,11 +57,10 @@ def evaluate(
             counts.loss.at[batch.domain].add(jnp.where(batch.mask, losses, 0.0)),
         ), None
 
-    square = jnp.zeros((num_domains, num_classes, num_classes))
-    return jax.lax.scan(add, Evaluation(square, square, jnp.zeros(num_domains)), positions)[0]
+    return jax.lax.scan(add, nothing, positions)[0]
 
 
-def scores(evaluation: Evaluation, domain_names: tuple[str, ...], held_out: str | None) -> dict[str, float]:
+def scores(evaluation: Evaluation, domain_names: tuple[str, ...], held_out: str | None) -> dict[str, float | None]:
     """Plain numbers of an evaluation: held-out ``accuracy`` (all examples), ``balanced_accuracy`` (mean recall of the
     classes present), ``accuracy_unseen``, ``loss``, and ``source_accuracy`` (mean over source domains' validation).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -36,27 +37,26 @@ def make_step(
             here = tree.take(here, (rows, picked))
         examples, ids, counts, shares, origin = here
         weights, station_weights = weigh(counts)  # [S, P], [S]
-        shared, stations = state.shared, state.stations
+        shared, stations, clients = state.shared, state.stations, origin
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
 
         def hand_over(station, client, key):
-            (model, memory), (own, at_start, its_examples, i) = station, client
-            received = Received(model, shared, memory, at_start, state.round)
-            return received, own, its_examples, jax.random.fold_in(key, i)
+            (model, memory), (own, at_start, held, i) = station, client
+            return Received(model, shared, memory, at_start, state.round), own, held, jax.random.fold_in(key, i)
 
         if algorithm.survey is not None:
-            survey = lambda station, client: algorithm.survey(backbone, *hand_over(station, client, survey_key))
+            survey = lambda *who: algorithm.survey(backbone, *hand_over(*who, survey_key))
             clients, messages = map_clients(survey, (models, stations), (clients, origin, examples, ids), chunk)
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
         def station_round(carry, number):
             models, clients, stations, memory = carry
             key, last = jax.random.fold_in(local_key, number), number == topology.station_rounds - 1
-            part = lambda station, client: visit(
-                backbone, algorithm, topology, rules, last, *hand_over(station, client, key)
+            part = functools.partial(visit, backbone, algorithm, topology, rules, last)
+            seen = map_clients(
+                lambda *who: part(*hand_over(*who, key)), (models, stations), (clients, origin, examples, ids), chunk
             )
-            seen = map_clients(part, (models, stations), (clients, origin, examples, ids), chunk)
-            merge = jax.vmap(lambda *station: to_station.merge(backbone, *station))
+            merge = jax.vmap(functools.partial(to_station.merge, backbone))
             models, memory, info = merge(memory, models, seen.variables, weights, seen.for_station)
             stations = jax.vmap(algorithm.gather)(stations, seen.message, shares)
             upward = (seen.message, jax.vmap(to_server.combine)(seen.for_server, weights))

@@ -152,7 +152,9 @@ def alignments(net):
         "zero model": (zero, reference, None),
     }
     groups = backbone_of(net).groups
-    stacked = [jax.tree.map(lambda *x: jnp.stack(x), *column) for column in zip(*((m, r) for m, r, _ in pairs.values()))]
+    stacked = [
+        jax.tree.map(lambda *x: jnp.stack(x), *column) for column in zip(*((m, r) for m, r, _ in pairs.values()))
+    ]
     seeds = [seed for _, _, seed in pairs.values()]
     grams = jax.tree.map(lambda *x: jnp.stack(x), *(grams_of(net, seed) for seed in seeds))
     solved = jax.jit(jax.vmap(lambda m, r, g: align(m, r, groups, g)))(*stacked, grams)
