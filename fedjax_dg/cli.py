@@ -98,7 +98,8 @@ def run_command(options: RunOptions, console: Console) -> int:
     folder = RunFolder(Path(out), config, options.resume, options.overwrite)
     with ProgressBars(console, grid) as report:
         cells, failed = run_grid(grid, folder, report, options.jobs)
-    show_table(console, cells, table_title(config))
+    if cells:
+        show_table(console, cells, config)
     for held_out in dict.fromkeys(cell.held_out for cell in grid.cells):
         console.print(
             f"Always answering the commonest class of {held_out}: {100 * majority_share(grid.domains, held_out):.1f} %"
@@ -121,7 +122,8 @@ def _table_command(console: Console):
                     f"{run} has no result.json: give the folder of a run that has finished at least one cell."
                 )
             result = read_json(path)
-            show_table(console, result["cells"], f"{run}: {table_title(RunConfig(**result['config']))}")
+            console.print(run, highlight=False)
+            show_table(console, result["cells"], RunConfig(**result["config"]))
         return 0
 
     return table
@@ -137,15 +139,15 @@ def _data_command(console: Console):
     return data
 
 
-def show_table(console: Console, cells: list[dict], title: str) -> None:
+def show_table(console: Console, cells: list[dict], config: RunConfig) -> None:
     """Print the table of finished cells."""
-    header, lines = rows(cells)
+    header, lines = rows(cells, config.seeds)
     table = Table()
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
     for line in lines:
         table.add_row(*line)
-    console.print(title, highlight=False)
+    console.print(table_title(config), highlight=False)
     console.print(table)
 
 

@@ -102,10 +102,10 @@ def read_toml(path: str | Path) -> RunConfig:
     for name, value in options.items():
         if name not in allowed:
             raise unknown(f"option in {path}", name, allowed)
-        kinds = str(allowed[name].type)
-        fits = {"str": str, "int": int, "float": (int, float)}[kinds.split(" | ")[0]]
-        if isinstance(value, bool) or not isinstance(value, fits):
-            raise ValueError(f"{name} = {value!r} in {path} is not of type {kinds.split(' | ')[0]}: correct the file.")
+        kind = str(allowed[name].type).split(" | ")[0]
+        if isinstance(value, bool) or not isinstance(value, {"str": str, "int": int, "float": int | float}[kind]):
+            raise ValueError(f"{name} = {value!r} in {path} is not of type {kind}: correct the file.")
+        options[name] = float(value) if kind == "float" else value
     return RunConfig(**options, settings=dict(content.get("set", {})))
 
 
@@ -158,7 +158,7 @@ def check(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, settings=typed_settings(config))
 
 
-def check_number(name: str, value: float) -> None:
+def check_number(name: str, value: int | float) -> None:
     """``ValueError`` for a number that its name rules out."""
     if not math.isfinite(value):
         raise ValueError(f"{name}={value} is not finite: give a number.")

@@ -124,18 +124,17 @@ def visit(
 
     What the server's rule wants is measured in the ``last`` station round only. A client without data keeps its state.
     """
-    train_key, report_key, *measure_keys = jax.random.split(key, 4)
+    to_station, to_server = rules
+    train_key, report_key, station_key, server_key = jax.random.split(key, 4)
     trained = train(backbone, algorithm, topology, received, client, examples, train_key)
     variables = trained.local.variables
     memory, message = algorithm.report(backbone, received, trained.local, trained.steps, examples, report_key)
-    for_station, for_server = (
-        lambda r=r, k=k: r.measure(backbone, variables, examples, k) for r, k in zip(rules, measure_keys)
-    )
+    for_server = lambda: to_server.measure(backbone, variables, examples, server_key)
     return Visit(
         variables=variables,
         client=tree.where(trained.steps > 0, memory, client),
         message=message,
-        for_station=for_station(),
+        for_station=to_station.measure(backbone, variables, examples, station_key),
         for_server=jax.lax.cond(last, for_server, lambda: tree.zeros(jax.eval_shape(for_server))),
         steps=trained.steps,
         metrics=trained.metrics,

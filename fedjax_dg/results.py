@@ -155,7 +155,10 @@ class Checkpoints:
 
     def __init__(self, path: Path):
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self.path, self.manager = path, ocp.CheckpointManager(path.absolute(), options=options)
+        # handlers are named so that a new process can read shapes before it restores
+        handlers = {"arrays": ocp.StandardCheckpointHandler(), "notes": ocp.JsonCheckpointHandler()}
+        self.path = path
+        self.manager = ocp.CheckpointManager(path.absolute(), options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The round of the newest checkpoint."""
@@ -205,7 +208,7 @@ class Checkpoints:
         self.manager.close()
 
 
-def _named(tree: PyTree) -> dict[str, jax.Array]:
+def _named(tree: PyTree) -> dict[str, Any]:
     """Leaves by a readable path, in leaf order."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
@@ -261,11 +264,14 @@ def write_results(folder: RunFolder, config: RunConfig, cells: list[dict], faile
         "failed": failed,
     }
     write_atomically(folder.path / "result.json", json.dumps(result, indent=2) + "\n")
-    write_atomically(folder.path / "table.md", markdown(cells, title))
+    write_atomically(folder.path / "table.md", markdown(cells, title, config.seeds))
 
 
-def rows(cells: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table: a line per server rule, a line per paired difference; accuracies in percent."""
+def rows(cells: list[dict[str, Any]], seeds: int) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table: a line per server rule, a line per paired difference; accuracies in percent.
+
+    A number over fewer than ``seeds`` seeds, as cells are unfinished or broke down, says over how many.
+    """
     summary, paired = summarise(cells)
     columns = list(dict.fromkeys(s["held_out"] for s in summary))
     columns = [c for c in columns if c != "average"] + (["average"] if "average" in columns else [])
@@ -274,7 +280,8 @@ def rows(cells: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         if entry is None:
             return "-"
         spread = "" if entry["ci95"] is None else f" ± {100 * entry['ci95']:.1f}"
-        return f"{100 * entry['mean']:{sign}.1f}{spread}"
+        number = "" if entry["n"] == seeds else f" (n={entry['n']})"
+        return f"{100 * entry['mean']:{sign}.1f}{spread}{number}"
 
     lines = []
     for entries, sign in ((summary, ""), (paired, "+")):
@@ -287,8 +294,8 @@ def rows(cells: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return ["algorithm", "server rule", *columns], lines
 
 
-def markdown(cells: list[dict[str, Any]], title: str) -> str:
+def markdown(cells: list[dict[str, Any]], title: str, seeds: int) -> str:
     """The table as Markdown."""
-    header, lines = rows(cells)
+    header, lines = rows(cells, seeds)
     body = ["| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines]]
     return f"{title}\n\n" + "\n".join(body) + "\n"

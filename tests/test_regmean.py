@@ -108,6 +108,14 @@ def test_kernel_is_least_squares_in_float32():
     assert result.info["fallback"] == 0.0
 
 
+def test_residual_is_small_at_the_width_of_a_real_layer():
+    """LeNet-5's second layer: fewer rows than inputs, one input dead; a diagonal raised by d eps = 1.4e-5 would show."""
+    kernels, biases = layers(width=120)
+    xs = [np.maximum(x, 0.0).astype(np.float32) * (np.arange(120) != 7) for x in inputs(width=120)]
+    result = merged(kernels.astype(np.float32), biases.astype(np.float32), gram(xs), alpha=0.75)
+    assert 0.0 < result.info["residual"] < 5e-6
+
+
 def test_shrinkage_and_ridge_solve_their_normal_equations(x64):
     """(S + r I) W = sum_e G_e W_e + r M with shrunken Grams and the weighted mean M, at strengths where each matters."""
     (kernels, biases), xs = layers(), inputs()

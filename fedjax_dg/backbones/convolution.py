@@ -18,7 +18,7 @@ BLOCK_WIDTHS = range(4, 9)
 
 def convolution(
     inputs: Float[Array, "B H W I"],
-    kernel: Float[Array, "kh kw I O"],
+    kernel: Float[Array, "kh kw G O"],  # G = I / feature_group_count
     window_strides,
     padding,
     *,

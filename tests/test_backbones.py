@@ -1,0 +1,286 @@
+"""LeNet-5, the convolution by block band matrices, and the pools: against XLA's and Flax's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+from fedjax_dg.backbones import BACKBONES, lenet5
+from fedjax_dg.backbones import convolution as convolutions
+from fedjax_dg.backbones.backbone import avg_pool, max_pool, scale_pixels
+from fedjax_dg.backbones.convolution import MOST_FILTERS, block_toeplitz, convolution
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def near(actual, expected, tolerance=1e-5):
+    """Within ``tolerance`` of the largest value: sums of many terms may cancel."""
+    assert actual.shape == expected.shape
+    assert abs(actual - expected).max() <= tolerance * max(1e-6, float(abs(expected).max()))
+
+
+def xla(inputs, kernel, padding, strides=(1, 1), **options):
+    return lax.conv_general_dilated(inputs, kernel, strides, padding, dimension_numbers=NHWC, **options)
+
+
+# --- block_toeplitz -------------------------------------------------------------------------------------------------
+
+SHAPES = {  # inputs [B, H, W, I], kernel [kh, kw, I, O], padding
+    "lenet conv1": ((2, 32, 32, 3), (5, 5, 3, 6), "VALID"),
+    "lenet conv2": ((2, 14, 14, 6), (5, 5, 6, 16), "VALID"),
+    "same": ((2, 9, 13, 2), (3, 3, 2, 4), "SAME"),
+    "even kernel, same": ((1, 6, 7, 2), (2, 4, 2, 3), "SAME"),
+    "lopsided pairs": ((1, 5, 11, 2), (3, 2, 2, 3), ((2, 0), (1, 3))),
+    "pointwise": ((3, 4, 5, 6), (1, 1, 6, 2), "VALID"),
+    "narrower than a block": ((2, 8, 3, 1), (3, 3, 1, 2), "VALID"),
+    "width is prime": ((1, 4, 29, 1), (1, 7, 1, 1), "VALID"),
+}
+
+
+def with_gradients(convolve):
+    """Value and both gradients, against a fixed random cotangent."""
+
+    def function(inputs, kernel):
+        outputs, pull_back = jax.vjp(convolve, inputs, kernel)
+        return outputs, *pull_back(draw(*outputs.shape, seed=5))
+
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_block_toeplitz_is_the_convolution(case):
+    shape, kernel_shape, padding = SHAPES[case]
+    inputs, kernel = draw(*shape), draw(*kernel_shape, seed=1)
+    actual = with_gradients(lambda x, k: block_toeplitz(x, k, padding))(inputs, kernel)
+    expected = with_gradients(lambda x, k: xla(x, k, padding))(inputs, kernel)
+    for a, b in zip(actual, expected):
+        near(a, b)
+
+
+def test_block_toeplitz_maps_over_clients_with_their_own_kernels():
+    shape, kernel_shape, padding = SHAPES["same"]
+    inputs, kernels = draw(3, *shape), draw(3, *kernel_shape, seed=1)
+    actual = jax.vmap(with_gradients(lambda x, k: block_toeplitz(x, k, padding)))(inputs, kernels)
+    expected = [with_gradients(lambda x, k: xla(x, k, padding))(x, k) for x, k in zip(inputs, kernels)]
+    for i in range(3):
+        for a, b in zip(actual, expected[i]):
+            near(a[i], b)
+
+
+def test_block_toeplitz_keeps_low_precision():
+    inputs, kernel = draw(1, 6, 6, 2).astype(jnp.bfloat16), draw(3, 3, 2, 4, seed=1).astype(jnp.bfloat16)
+    outputs = block_toeplitz(inputs, kernel, "VALID")
+    assert outputs.dtype == jnp.bfloat16
+    expected = xla(inputs.astype(jnp.float32), kernel.astype(jnp.float32), "VALID")
+    near(outputs.astype(jnp.float32), expected, 1e-2)  # bfloat16 has 8 bits of precision
+
+
+# --- convolution, the choice ----------------------------------------------------------------------------------------
+
+CONVS = {
+    "plain": ({}, True),
+    "pairs": ({"padding": ((1, 2), (0, 1))}, True),
+    "one number": ({"padding": 2}, True),
+    "circular": ({"padding": "CIRCULAR"}, True),
+    "widest": ({"features": MOST_FILTERS}, True),
+    "wide": ({"features": MOST_FILTERS + 2}, False),
+    "strided": ({"strides": (2, 1)}, False),
+    "kernel dilation": ({"kernel_dilation": (1, 2)}, False),
+    "input dilation": ({"input_dilation": (2, 1), "padding": ((1, 1), (0, 1))}, False),
+    "groups": ({"feature_group_count": 2}, False),
+}
+
+
+@pytest.mark.parametrize("case", CONVS)
+def test_convolution_is_what_linen_computes(case, monkeypatch):
+    """Equal values everywhere; ``block_toeplitz`` exactly where it is faster and means the same."""
+    options, by_blocks = CONVS[case]
+    calls = []
+    monkeypatch.setattr(convolutions, "block_toeplitz", lambda *a: calls.append(a) or block_toeplitz(*a))
+    options = {"features": 4, "kernel_size": (3, 3)} | options
+    inputs = draw(2, 9, 8, 4)
+    own, linen = nn.Conv(conv_general_dilated=convolution, **options), nn.Conv(**options)
+    variables = linen.init(jax.random.key(0), inputs)
+    near(own.apply(variables, inputs), linen.apply(variables, inputs))
+    assert bool(calls) == by_blocks
+
+
+def test_convolution_is_xlas_where_there_is_no_cpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(convolutions, "block_toeplitz", None)
+    inputs, kernel = draw(1, 6, 6, 2), draw(3, 3, 2, 4, seed=1)
+    near(convolution(inputs, kernel, (1, 1), "VALID", dimension_numbers=NHWC), xla(inputs, kernel, "VALID"))
+
+
+# --- pools ----------------------------------------------------------------------------------------------------------
+
+POOLS = {
+    "max": (max_pool, lambda x: nn.max_pool(x, (2, 2), strides=(2, 2))),
+    "avg": (avg_pool, lambda x: nn.avg_pool(x, (2, 2), strides=(2, 2))),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 4, 3), (1, 7, 5, 2)])
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_are_linens(name, shape):
+    """Value and gradient; random numbers have no ties. The odd last row and column are left out, as Linen does."""
+    own, linen = POOLS[name]
+    x = draw(*shape)
+    (value, pull), (expected, pull_expected) = jax.vjp(own, x), jax.vjp(linen, x)
+    near(value, expected, 1e-6)
+    cotangent = draw(*value.shape, seed=1)
+    near(pull(cotangent)[0], pull_expected(cotangent)[0], 1e-6)
+
+
+def test_max_pool_passes_the_whole_gradient_among_ties():
+    gradient = jax.grad(lambda x: max_pool(x).sum())(jnp.zeros((1, 2, 2, 1)))
+    assert gradient.sum() == 1.0
+    assert (gradient >= 0.0).all()
+
+
+# --- LeNet-5 --------------------------------------------------------------------------------------------------------
+
+VARIANTS = {"relu max": {}, "tanh avg": {"activation": "tanh", "pooling": "avg"}}
+
+
+@functools.cache
+def net(variant="relu max", num_classes=6):
+    """A backbone, random variables (biases too) and its jitted evaluation pass."""
+    backbone = lenet5(num_classes, **VARIANTS[variant])
+    rng = np.random.default_rng(0)
+    variables = jax.jit(backbone.init)(jax.random.key(0))
+    variables = jax.tree.map(lambda x: x + jnp.asarray(0.05 * rng.normal(size=x.shape), jnp.float32), variables)
+    return backbone, variables, jax.jit(backbone.apply)
+
+
+@functools.cache
+def images():
+    return jnp.asarray(np.random.default_rng(1).integers(0, 256, size=(5, 32, 32, 3)), jnp.uint8)
+
+
+def by_the_book(variables, inputs, activation, pool):
+    """LeNet-5 written out with XLA's convolution and Linen's pools: activation first, then the pool."""
+    p = variables.params
+    x = inputs
+    for conv in ("conv1", "conv2"):
+        x = pool(activation(xla(x, p[conv]["kernel"], "VALID") + p[conv]["bias"]))
+    x = x.reshape(len(x), 400)
+    for dense in ("dense1", "dense2"):
+        x = activation(x @ p[dense]["kernel"] + p[dense]["bias"])
+    return x, x @ p["head"]["kernel"] + p["head"]["bias"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lenet5_is_lenet5(variant):
+    backbone, variables, apply = net(variant)
+    activation = {"relu max": nn.relu, "tanh avg": jnp.tanh}[variant]
+    pool = POOLS[variant.split()[1]][1]
+    book = jax.jit(functools.partial(by_the_book, activation=activation, pool=pool))
+    z, logits = book(variables, images().astype(jnp.float32) / 127.5 - 1.0)
+    near(apply(variables, images()), logits)
+    near(backbone.features(variables, images()), z)
+
+
+def test_lenet5_gradients_are_those_of_the_book():
+    backbone, variables, _ = net()
+    inputs = scale_pixels(images())
+    cotangent = draw(5, 6, seed=3)
+
+    def loss(forward):
+        return jax.jit(jax.grad(lambda v: (forward(v) * cotangent).sum()))(variables)
+
+    actual = loss(lambda v: backbone.forward(v, inputs, jnp.ones(5, bool), jax.random.key(0)).logits)
+    expected = loss(lambda v: by_the_book(v, inputs, nn.relu, POOLS["max"][1])[1])
+    jax.tree.map(near, actual, expected)
+
+
+@pytest.mark.parametrize(("num_classes", "expected"), [(6, 61_666), (7, 61_751), (65, 66_681)])
+def test_lenet5_has_the_published_number_of_parameters(num_classes, expected):
+    variables = jax.eval_shape(lenet5(num_classes).init, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(variables.params)) == expected
+    assert variables.batch_stats == {}
+
+
+def test_lenet5_sizes():
+    backbone, variables, apply = net()
+    assert backbone.features(variables, images()).shape == (5, 84) == (5, backbone.num_features)
+    assert apply(variables, images()).shape == (5, 6) == (5, backbone.num_classes)
+    assert backbone.input_shape == (32, 32, 3)
+    wider = jax.eval_shape(lenet5(65).apply, jax.eval_shape(lenet5(65).init, jax.random.key(0)), images())
+    assert wider.shape == (5, 65)
+
+
+def test_init_looks_only_at_the_shape_of_inputs():
+    backbone, _, _ = net()
+    one, other = backbone.init(jax.random.key(3)), backbone.init(jax.random.key(3), images())
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert (one.params["conv1"]["kernel"] != backbone.init(jax.random.key(4)).params["conv1"]["kernel"]).any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_head_of_features_is_the_network(variant):
+    backbone, variables, apply = net(variant)
+    near(backbone.head(variables, backbone.features(variables, images())), apply(variables, images()), 1e-6)
+
+
+def test_training_pass_is_the_evaluation_pass_of_a_net_without_norms():
+    backbone, variables, apply = net()
+    z, logits, batch_stats = backbone.forward(variables, images(), jnp.ones(5, bool), jax.random.key(0))
+    near(logits, apply(variables, images()), 1e-6)
+    near(z, backbone.features(variables, images()), 1e-6)
+    assert batch_stats == {}
+
+
+def test_pixels_and_scaled_floats_are_the_same_input():
+    backbone, variables, apply = net()
+    scaled = images().astype(jnp.float32) / 127.5 - 1.0
+    assert (scaled.min(), scaled.max()) == (-1.0, 1.0)
+    np.testing.assert_array_equal(scale_pixels(images()), scaled)
+    near(apply(variables, images()), apply(variables, scaled), 1e-6)
+    np.testing.assert_array_equal(scale_pixels(jnp.arange(3)), jnp.arange(3))  # token ids pass
+
+
+def test_examples_do_not_look_at_each_other():
+    _, variables, apply = net()
+    together = apply(variables, images())
+    spoiled = images().at[3].set(0)
+    np.testing.assert_array_equal(apply(variables, spoiled)[:3], together[:3])
+    np.testing.assert_array_equal(apply(variables, spoiled)[4:], together[4:])
+    assert (apply(variables, spoiled)[3] != together[3]).any()
+    order = jnp.array([1, 2, 0, 4, 3])
+    near(apply(variables, images()[order]), together[order], 1e-6)
+
+
+def test_dense_inputs_names_every_dense_layer():
+    backbone, variables, _ = net()
+    seen = backbone.dense_inputs(variables, images())
+    assert {name: x.shape for name, x in seen.items()} == {"dense1": (5, 400), "dense2": (5, 120), "head": (5, 84)}
+    near(seen["head"], backbone.features(variables, images()), 1e-6)
+
+
+def test_unknown_names_are_named():
+    with pytest.raises(ValueError, match="did you mean 'tanh'"):
+        lenet5(6, activation="tahn")
+    with pytest.raises(ValueError, match="did you mean 'avg'"):
+        lenet5(6, pooling="average")
+
+
+def test_every_backbone_declares_groups_of_leaves_it_has():
+    for make in BACKBONES.values():
+        backbone = make(6)
+        shapes = jax.eval_shape(backbone.init, jax.random.key(0))
+        for group in backbone.groups:
+            for axis in (*group.producers, *group.followers, *group.consumers):
+                collection, *path = axis.leaf.split("/")
+                leaf = functools.reduce(lambda node, name: node[name], path, getattr(shapes, collection))
+                assert leaf.shape[axis.axis] == group.size * axis.positions, axis.leaf
+            for layer, positions in group.grams:
+                assert shapes.params[layer]["kernel"].shape[0] == group.size * positions
