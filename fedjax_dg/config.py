@@ -50,7 +50,7 @@ class RunConfig:
     domain_mix: float = 0.0
     """The paper's lambda: 0 = one domain a client, 1 = every client has the global mix."""
     label_alpha: float | None = None
-    """Dirichlet label skew of the clients; none = no skew."""
+    """Dirichlet label skew of the clients; None = no skew."""
     rounds: int = 20
     """Server rounds."""
     station_rounds: int = 5
@@ -64,9 +64,9 @@ class RunConfig:
     client_lr: float = 0.1
     """Step size of the local optimizer."""
     client_optimizer: str | None = None
-    """Local optimizer: sgd, momentum, adam; none = the algorithm's own."""
+    """Local optimizer: sgd, momentum, adam; None = the algorithm's own."""
     participants: int | None = None
-    """Clients of each station that are sampled for a server round; none = all."""
+    """Clients of each station that are sampled for a server round; None = all."""
     station_weighting: str = "samples"
     """Weights of clients at their station: samples, clients, uniform."""
     server_weighting: str = "clients"

@@ -29,6 +29,7 @@ from fedjax_dg.algorithms import (
     mtgc,
     scaffold,
 )
+from fedjax_dg.algorithms.common import momentum
 from fedjax_dg.algorithms.fedsr import Reference, gaussian_kl, gaussian_of
 from fedjax_dg.alignment import permute
 from fedjax_dg.backbones import Backbone, lenet5
@@ -42,7 +43,7 @@ A, B = [[[1.0], [4.0]]], [[[0.0], [1.0]]]
 
 @functools.cache
 def fresh(backbone=BACKBONE):
-    return backbone.init(jax.random.key(0))
+    return jax.jit(backbone.init)(jax.random.key(0))
 
 
 @functools.cache
@@ -66,27 +67,39 @@ def random_like(tree, seed):
     return jax.tree.map(lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), jnp.float32), tree)
 
 
-def train(algorithm, backbone=BACKBONE, variables=None, client=(), shared=(), examples=None):
-    """Two passes of one client's local training on batches of two: what it leaves, and what the client reports."""
-    variables = fresh(backbone) if variables is None else variables
-    topology = Topology(1, 1, local_epochs=2, batch_size=2)
-    received = Received(variables, shared, (), client)
+@functools.cache
+def programs(method, backbone, optimizer):
+    """Compiled (one local step on a batch, local training in two passes), for any hyper-parameters."""
 
     @jax.jit
-    def run(received, client, examples, key):
-        trained = local.train(backbone, algorithm, topology, received, client, examples, key)
+    def step(hparams, received, batch, key):
+        algorithm = method(hparams, optimizer)
+        optimizer_state, tally = algorithm.begin(backbone, received, received.origin)
+        start = Local(received.variables, optimizer_state, received.origin, tally)
+        return algorithm.step(backbone, received, start, batch, key)
+
+    @jax.jit
+    def train(hparams, received, examples, key):
+        algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=2)
+        trained = local.train(backbone, algorithm, topology, received, received.origin, examples, key)
         return trained, algorithm.report(backbone, received, trained.local, trained.steps, examples, key)
 
-    return run(received, client, one() if examples is None else examples, jax.random.key(1))
+    return step, train
 
 
-def step_on(algorithm, backbone, variables, batch, client=(), shared=(), key=None):
-    """One local step on a batch: the step taken in the parameters, and what ``step`` returned."""
+def take_step(method, hparams, batch, variables=None, backbone=BACKBONE, optimizer=momentum, client=(), shared=()):
+    """One local step: the change of the parameters, what changed beside them, the metrics."""
+    variables = fresh(backbone) if variables is None else variables
     received = Received(variables, shared, (), client)
-    optimizer, tally = algorithm.begin(backbone, received, client)
-    start = Local(variables, optimizer, client, tally)
-    moved, metrics = algorithm.step(backbone, received, start, batch, jax.random.key(2) if key is None else key)
+    moved, metrics = programs(method, backbone, optimizer)[0](hparams, received, batch, jax.random.key(2))
     return jax.tree.map(jnp.subtract, moved.variables.params, variables.params), moved, metrics
+
+
+def train(method, hparams, examples=None, variables=None, backbone=BACKBONE, optimizer=momentum, client=(), shared=()):
+    """Two passes over a client's examples in batches of two: what training leaves, and what the client reports."""
+    received = Received(fresh(backbone) if variables is None else variables, shared, (), client)
+    examples = one() if examples is None else examples
+    return programs(method, backbone, optimizer)[1](hparams, received, examples, jax.random.key(1))
 
 
 def thetas(states):
@@ -131,13 +144,13 @@ def test_fedavg_drifts_to_the_known_fixed_point():
 
 
 def test_mu_zero_is_fedavg_bit_for_bit():
-    with_pull, without = train(fedprox(FedProxHparams(LR, mu=0.0))), train(fedavg(FedAvgHparams(LR)))
+    with_pull, without = train(fedprox, FedProxHparams(LR, mu=0.0)), train(fedavg, FedAvgHparams(LR))
     chex.assert_trees_all_equal(with_pull[0].local.variables, without[0].local.variables)
 
 
 def test_the_first_step_does_not_feel_mu():
     batch = batch_of(one())
-    first, second = (step_on(fedprox(FedProxHparams(LR, mu)), BACKBONE, fresh(), batch)[0] for mu in (0.0, 50.0))
+    first, second = (take_step(fedprox, FedProxHparams(LR, mu), batch)[0] for mu in (0.0, 50.0))
     chex.assert_trees_all_equal(first, second)
 
 
@@ -152,8 +165,8 @@ def test_fedprox_finds_the_exact_local_solution():
 
 def test_scaffold_without_controls_is_fedavg_bit_for_bit():
     zeros = jax.tree.map(jnp.zeros_like, fresh().params)
-    corrected, plain = train(scaffold(ScaffoldHparams(LR)), client=zeros, shared=zeros), None
-    plain = train(fedavg(FedAvgHparams(LR), optax.sgd))
+    corrected = train(scaffold, ScaffoldHparams(LR), optimizer=optax.sgd, client=zeros, shared=zeros)
+    plain = train(fedavg, FedAvgHparams(LR), optimizer=optax.sgd)
     chex.assert_trees_all_equal(corrected[0].local.variables, plain[0].local.variables)
 
 
@@ -168,7 +181,7 @@ def test_scaffold_with_one_client_is_sgd():
 def test_option_two_is_the_mean_raw_gradient():
     """c_i - c + (theta - y) / (K lr), with K = 6 real steps for 5 examples."""
     own, shared = random_like(fresh().params, 1), random_like(fresh().params, 2)
-    trained, (control, change) = train(scaffold(ScaffoldHparams(LR)), client=own, shared=shared)
+    trained, (control, change) = train(scaffold, ScaffoldHparams(LR), optimizer=optax.sgd, client=own, shared=shared)
     assert trained.steps == 6
     option_two = jax.tree.map(
         lambda c_i, c, theta, y: c_i - c + (theta - y) / (6 * LR),
@@ -258,7 +271,8 @@ def test_mtgc_converges_as_its_z_init_promises(z_init, exact):
 
 def test_mtgc_surveys_full_gradients():
     method = mtgc(z_init="grad")
-    own, message = method.survey(BACKBONE, Received(fresh(), (), (), ()), (), one(), jax.random.key(0))
+    survey = jax.jit(lambda examples, key: method.survey(BACKBONE, Received(fresh(), (), (), ()), (), examples, key))
+    own, message = survey(one(), jax.random.key(0))
     examples = one()
     gradient = reference.plain_gradient(BACKBONE)(
         fresh().params, examples.inputs[examples.mask], examples.labels[examples.mask]
@@ -304,8 +318,9 @@ def aligning_gradient(w, gamma):
     backbone = Backbone(Logistic(), input_shape=(1,), num_features=1, num_classes=2)
     variables = Variables({"phi": jnp.ones(()), "head": {"w": jnp.asarray(w)}}, {})
     batch = Examples(jnp.ones((1, 1)), jnp.ones(1, jnp.int32), jnp.ones(1, bool), jnp.zeros(1, jnp.int32))
-    method = fediir(FedIIRHparams(1.0, gamma=gamma), optax.sgd)
-    move, _, metrics = step_on(method, backbone, variables, batch, shared={"w": jnp.zeros(())})
+    move, _, metrics = take_step(
+        fediir, FedIIRHparams(1.0, gamma), batch, variables, backbone, optax.sgd, shared={"w": jnp.zeros(())}
+    )
     return -move["phi"], -move["head"]["w"], metrics["penalty"]
 
 
@@ -343,7 +358,8 @@ def test_the_penalty_of_zero_weights_is_four():
     variables = fresh(backbone)
     batch = Examples(jnp.array([[1.0, 2.0]]), jnp.zeros(1, jnp.int32), jnp.ones(1, bool), jnp.zeros(1, jnp.int32))
     target = jax.tree.map(jnp.zeros_like, variables.params["head"])
-    assert step_on(fediir(), backbone, variables, batch, shared=target)[2]["penalty"] == pytest.approx(4.0, rel=1e-6)
+    metrics = take_step(fediir, FedIIRHparams(), batch, variables, backbone, shared=target)[2]
+    assert metrics["penalty"] == pytest.approx(4.0, rel=1e-6)
 
 
 def head_gradient(examples):
@@ -354,8 +370,8 @@ def head_gradient(examples):
 
 def test_the_penalty_vanishes_where_gradients_agree():
     batch, target = batch_of(one()), head_gradient(one())
-    aligned, _, metrics = step_on(fediir(FedIIRHparams(LR, gamma=10.0)), BACKBONE, fresh(), batch, shared=target)
-    plain, _, _ = step_on(fedavg(FedAvgHparams(LR)), BACKBONE, fresh(), batch)
+    aligned, _, metrics = take_step(fediir, FedIIRHparams(LR, gamma=10.0), batch, optimizer=optax.sgd, shared=target)
+    plain, _, _ = take_step(fedavg, FedAvgHparams(LR), batch, optimizer=optax.sgd)
     assert metrics["penalty"] < 1e-12
     chex.assert_trees_all_close(aligned, plain, atol=1e-6)
 
@@ -363,9 +379,8 @@ def test_the_penalty_vanishes_where_gradients_agree():
 def test_the_nested_gradient_is_the_linear_heads_closed_form():
     """Padding in the batch, too, which the closed form never sees."""
     examples, target = one(), random_like(fresh().params["head"], 3)
-    move, _, _ = step_on(
-        fediir(FedIIRHparams(1.0, gamma=2.0), optax.sgd), BACKBONE, fresh(), batch_of(examples), shared=target
-    )
+    hparams = FedIIRHparams(1.0, gamma=2.0)
+    move, _, _ = take_step(fediir, hparams, batch_of(examples), optimizer=optax.sgd, shared=target)
     expected = reference.aligned_gradient(BACKBONE, 2.0)(
         fresh().params, target, examples.inputs[examples.mask], examples.labels[examples.mask]
     )
@@ -374,7 +389,8 @@ def test_the_nested_gradient_is_the_linear_heads_closed_form():
 
 def test_gamma_zero_is_fedavg():
     target = random_like(fresh().params["head"], 4)
-    aligned, plain = train(fediir(FedIIRHparams(LR, gamma=0.0)), shared=target), train(fedavg(FedAvgHparams(LR)))
+    aligned = train(fediir, FedIIRHparams(LR, gamma=0.0), shared=target)
+    plain = train(fedavg, FedAvgHparams(LR))
     chex.assert_trees_all_close(aligned[0].local.variables, plain[0].local.variables, atol=1e-7)
 
 
@@ -382,7 +398,7 @@ def test_the_digest_is_a_running_mean_over_all_examples():
     """Sums and counts of two stations, 5 and 3 examples: G <- 0.9 G + 0.1 g, twice."""
     method = fediir(FedIIRHparams(ema=0.9))
     survey = jax.vmap(lambda x: method.survey(BACKBONE, Received(fresh(), (), (), ()), (), x, jax.random.key(0))[1])
-    messages = jax.tree.map(lambda x: x[:, None], survey(two_clients()))  # [S, P]
+    messages = jax.tree.map(lambda x: x[:, None], jax.jit(survey)(two_clients()))  # [S, P]
     fresh_gradient = reference.average([head_gradient(one(0)), head_gradient(one(1))], [5, 3])
     running = jax.tree.map(jnp.zeros_like, fresh_gradient)
     for expected in (0.1, 0.19):
@@ -426,11 +442,17 @@ def gaussian_variables(mean, std):
     return Variables({**params, "posterior": posterior}, {})
 
 
-def sr_step(variables, batch, hparams=FedSRHparams(1.0), reference=None, **options):
-    """One plain SGD step at rate 1."""
-    method = fedsr(hparams, optax.sgd, **options)
-    client = method.init(stochastic(), variables, jax.random.key(0)).client if reference is None else reference
-    return (client, *step_on(method, stochastic(), variables, batch, client=client))
+def at_start(backbone):
+    """A client's reference before round 1."""
+    return fedsr().init(backbone, fresh(backbone), jax.random.key(0)).client
+
+
+def stochastic_step(batch, variables, hparams=FedSRHparams(1.0), method=fedsr):
+    """One plain SGD step at rate 1: the client's reference afterwards, and the metrics."""
+    _, moved, metrics = take_step(
+        method, hparams, batch, variables, stochastic(), optax.sgd, client=at_start(stochastic())
+    )
+    return moved.client, metrics
 
 
 def test_the_posterior_is_a_softplus_gaussian():
@@ -441,20 +463,23 @@ def test_the_posterior_is_a_softplus_gaussian():
 
 def test_cmi_at_the_start():
     """Summed over 5 dimensions; the floor under standard deviations moves it by 5e-5."""
-    _, _, _, metrics = sr_step(gaussian_variables(0.0, np.log(2.0)), batch_of(one()))
+    _, metrics = stochastic_step(batch_of(one()), gaussian_variables(0.0, np.log(2.0)))
     assert metrics["cmi"] == pytest.approx(5 * 0.2783163004, abs=1e-4)
 
 
 def test_the_loss_is_the_sum_of_its_parts():
     hparams = FedSRHparams(1.0, l2=0.3, cmi=0.7)
-    _, _, _, metrics = sr_step(gaussian_variables(0.5, 1.0), batch_of(one()), hparams)
+    _, metrics = stochastic_step(batch_of(one()), gaussian_variables(0.5, 1.0), hparams)
     total = metrics["cross_entropy"] + 0.3 * metrics["l2"] + 0.7 * metrics["cmi"]
     assert metrics["loss"] == pytest.approx(float(total), rel=1e-6)
 
 
-@pytest.mark.parametrize(("form", "expected"), [("norm", np.sqrt(20.0)), ("squared", 20.0)])
-def test_l2_forms_of_a_sharp_posterior(form, expected):
-    _, _, _, metrics = sr_step(gaussian_variables(2.0, 1e-6), batch_of(one()), l2_form=form)
+SQUARED = functools.partial(fedsr, l2_form="squared")
+
+
+@pytest.mark.parametrize(("method", "expected"), [(fedsr, np.sqrt(20.0)), (SQUARED, 20.0)], ids=["norm", "squared"])
+def test_l2_forms_of_a_sharp_posterior(method, expected):
+    _, metrics = stochastic_step(batch_of(one()), gaussian_variables(2.0, 1e-6), method=method)
     assert metrics["l2"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -464,7 +489,7 @@ def test_the_squared_length_has_its_expectation():
     size = 20_000
     ones = jnp.ones(size, jnp.int32)
     batch = Examples(jnp.zeros((size, 6, 6, 2)), ones, ones == 1, ones)
-    _, _, _, metrics = sr_step(variables, batch, l2_form="squared")
+    _, metrics = stochastic_step(batch, variables, method=SQUARED)
     variance = sum(2 * s**4 + 4 * m**2 * s**2 for m, s in ((1.0, 0.5), (-2.0, 1.5)))
     assert abs(metrics["l2"] - 7.5) < 4 * np.sqrt(variance / size)
 
@@ -472,17 +497,15 @@ def test_the_squared_length_has_its_expectation():
 def test_absent_classes_keep_their_reference():
     batch = batch_of(one())
     batch = batch._replace(labels=jnp.minimum(batch.labels, 1))
-    client, _, moved, _ = sr_step(fresh(stochastic()), batch)
-    for before, after in zip(client, moved.client):
+    moved, _ = stochastic_step(batch, fresh(stochastic()))
+    for before, after in zip(at_start(stochastic()), moved):
         np.testing.assert_array_equal(before[2], after[2])
         assert (before[:2] != after[:2]).all()
 
 
 def test_references_differ_and_stay_on_the_client():
-    start = fedsr().init(stochastic(), fresh(stochastic()), jax.random.key(0)).client
-    (first, (memory, message)), (second, _) = (
-        train(fedsr(), stochastic(), client=start, examples=one(i)) for i in range(2)
-    )
+    given = {"backbone": stochastic(), "client": at_start(stochastic())}
+    (first, (memory, message)), (second, _) = (train(fedsr, FedSRHparams(), one(i), **given) for i in range(2))
     assert isinstance(memory, Reference) and memory.mean.shape == (CLASSES, 5)
     assert not np.allclose(first.local.client.mean, second.local.client.mean)
     assert message == ()
@@ -494,13 +517,12 @@ def test_without_penalties_and_noise_fedsr_is_fedavg_on_the_means():
     posterior = variables.params["posterior"]
     silent = {"kernel": posterior["kernel"].at[:, 5:].set(0.0), "bias": posterior["bias"].at[5:].set(-30.0)}
     variables = Variables({**variables.params, "posterior": silent}, {})
-    method = fedsr(FedSRHparams(LR, l2=0.0, cmi=0.0))
-    reference_ = method.init(stochastic(), variables, jax.random.key(0)).client
-    noisy = train(method, stochastic(), variables, client=reference_)[0]
-    plain = train(fedavg(FedAvgHparams(LR)), stochastic(), variables)[0]
+    given = {"variables": variables, "backbone": stochastic()}
+    noisy, _ = train(fedsr, FedSRHparams(LR, l2=0.0, cmi=0.0), client=at_start(stochastic()), **given)
+    plain, _ = train(fedavg, FedAvgHparams(LR), **given)
     # what is left of the noise is the floor of 1e-5
     chex.assert_trees_all_close(noisy.local.variables, plain.local.variables, atol=1e-4)
-    chex.assert_trees_all_equal(noisy.local.client, reference_)
+    chex.assert_trees_all_equal(noisy.local.client, at_start(stochastic()))
 
 
 def test_predictions_are_log_probabilities(key):
@@ -529,7 +551,8 @@ def test_fedsr_keeps_the_names_and_symmetries_of_the_network(key):
     other = variables
     for group in backbone.groups:
         other = permute(other, group, jnp.roll(jnp.arange(group.size), 1))
-    before, after = backbone.features(variables, inputs), backbone.features(other, inputs)
+    features = jax.jit(backbone.features)
+    before, after = features(variables, inputs), features(other, inputs)
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
     assert not np.allclose(other.params["conv2"]["kernel"], variables.params["conv2"]["kernel"])
 

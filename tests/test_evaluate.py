@@ -56,9 +56,15 @@ def test_unseen_counts_are_of_unseen_examples(key):
     assert np.asarray(judge(data, key).confusion_unseen[1]).tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0]]
 
 
-def test_padding_is_not_counted_even_if_it_holds_nan(key):
+def shares(variables, inputs, key):
+    """Logits whose sum is 1: NaN for an image of zeros, as padding is."""
+    return inputs / inputs.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("predict", [told, shares])
+def test_padding_is_not_counted_even_if_it_holds_or_gives_nan(predict, key):
     data = judged_set([0, 0, 1, 1], label=[0, 1, 2, 0], answer=[0, 1, 2, 0], mask=[True, False, True, False])
-    counts = judge(data, key)
+    counts = judge(data, key, predict)
     assert float(counts.confusion.sum()) == 2 == float(counts.confusion_unseen.sum())
     assert counts.confusion[0, 0, 0] == counts.confusion[1, 2, 2] == 1
     assert np.isfinite(counts.loss).all()

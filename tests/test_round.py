@@ -27,7 +27,7 @@ from fedjax_dg.algorithms import (
     mtgc,
     scaffold,
 )
-from fedjax_dg.local import choose_participants, plan_batches
+from fedjax_dg.local import choose_participants, map_clients, plan_batches
 from fedjax_dg.types import Topology
 
 BACKBONE = tiny_backbone()
@@ -275,6 +275,18 @@ def test_a_short_station_fills_up_with_empty_clients(key):
     present = jnp.array([[False, False, True, False, False]])
     picked = choose_participants(present, IDS[:1], 2, key)[0].tolist()
     assert len(set(picked)) == 2 and 2 in picked
+
+
+# --- layout in memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [None, 0, 1, 2, 8])
+def test_every_chunk_maps_each_client_with_its_station(chunk):
+    """Also chunks that do not divide the clients, or that exceed them."""
+    stations, clients = jnp.array([10.0, 20.0]), {"x": jnp.arange(6.0).reshape(2, 3)}
+    out = map_clients(lambda s, c: {"sum": s + c["x"], "pair": jnp.stack([s, c["x"]])}, stations, clients, chunk)
+    assert out["sum"].tolist() == [[10, 11, 12], [23, 24, 25]]
+    assert out["pair"][1, 2].tolist() == [20, 5]
 
 
 # --- local optimizers -----------------------------------------------------------------------------------------------

@@ -1,0 +1,295 @@
+"""What every algorithm keeps with every aggregator, on the tiny network with clients of unequal sizes, one of them empty.
+
+A method enters by its line in ``ALGORITHMS`` or ``AGGREGATORS``.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from tiny import tiny_backbone, tiny_federation
+
+from fedjax_dg import Round, make_round, tree
+from fedjax_dg.aggregators import AGGREGATORS, mean
+from fedjax_dg.algorithms import ALGORITHMS, keep_optimizer
+from fedjax_dg.types import Local, Received
+
+BACKBONE = tiny_backbone()
+FEDERATION = tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=2)
+KEY = jax.random.key(0)
+# float32 sums in another order
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def everyday(algorithm, aggregator):
+    return aggregator in ("mean", "hfedatm") or algorithm in ("fedavg", "scaffold")
+
+
+def combination(algorithm, aggregator, slow=False):
+    marks = () if everyday(algorithm, aggregator) and not slow else pytest.mark.slow
+    return pytest.param((algorithm, aggregator), id=f"{algorithm}-{aggregator}", marks=marks)
+
+
+ALL = [combination(algorithm, aggregator) for algorithm in ALGORITHMS for aggregator in AGGREGATORS]
+EACH_ONCE = [combination(a, "mean") for a in ALGORITHMS] + [
+    combination("fedavg", g) for g in AGGREGATORS if g != "mean"
+]
+
+
+class Case(NamedTuple):
+    """A combination, and its first three rounds one at a time."""
+
+    round_fn: Round
+    states: list[Any]  # the start and after each round, on the host
+    infos: list[Any]
+    compilations: int
+
+
+def hparams_of(names):
+    return inspect.signature(ALGORITHMS[names[0]]).parameters["hparams"].default
+
+
+def build(names, hparams=None, federation=FEDERATION, chunk=1) -> Round:
+    algorithm, aggregator = ALGORITHMS[names[0]], AGGREGATORS[names[1]]
+    algorithm = algorithm(hparams_of(names) if hparams is None else hparams)
+    return make_round(BACKBONE, algorithm, federation.topology, to_server=aggregator(), chunk=chunk)
+
+
+def saved(state):
+    return jax.tree.map(np.array, state)
+
+
+def loaded(state):
+    return jax.tree.map(jnp.array, state)
+
+
+def single_rounds(round_fn, state, data, rounds):
+    """The saved states and infos after each of ``rounds`` blocks of one round."""
+    states, infos = [], []
+    for _ in range(rounds):
+        state, info = round_fn.block(state, data, KEY, length=1)
+        states.append(saved(state))
+        infos.append(jax.tree.map(lambda x: np.array(x[0]), info))
+    return states, infos
+
+
+@functools.cache
+def case_of(names) -> Case:
+    round_fn = build(names)
+    start = round_fn.init(KEY)
+    first = saved(start)
+    states, infos = single_rounds(round_fn, start, FEDERATION.data, 3)
+    return Case(round_fn, [first, *states], infos, round_fn.block._cache_size())
+
+
+@functools.cache
+def trace_of(names):
+    """The jaxpr of one round, and the shapes it returns."""
+    case = case_of(names)
+    return jax.make_jaxpr(case.round_fn.step, return_shape=True)(loaded(case.states[0]), FEDERATION.data, KEY)
+
+
+def check_types(start, jaxpr, shapes):
+    """The state that a round returns has the structure, shapes, dtypes and weak types of the one it was given."""
+    assert jax.tree.structure(shapes[0]) == jax.tree.structure(start)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(start)]
+    assert dict(zip(paths, jaxpr.out_avals)) == dict(zip(paths, jaxpr.in_avals))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_a_round_returns_a_state_of_the_same_types(names):
+    """Structure, shapes, dtypes and weak types: else blocks of rounds would compile again and again, or not at all."""
+    check_types(case_of(names).states[0], *trace_of(names))
+
+
+@pytest.mark.parametrize("names", EACH_ONCE)
+def test_the_types_stay_with_every_option_at_once(names):
+    """Participants, local steps instead of passes, optimizers that persist, the rule at both tiers."""
+    federation = tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, local_steps=3, participants=2)
+    algorithm, rule = keep_optimizer(ALGORITHMS[names[0]]()), AGGREGATORS[names[1]]()
+    round_fn = make_round(BACKBONE, algorithm, federation.topology, to_server=rule, to_station=rule)
+    start = jax.eval_shape(round_fn.init, KEY)
+    check_types(start, *jax.make_jaxpr(round_fn.step, return_shape=True)(start, federation.data, KEY))
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_a_run_compiles_once(names):
+    assert case_of(names).compilations == 1
+
+
+def primitives(jaxpr):
+    """The names of all primitives of a jaxpr and of those inside it."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_a_round_never_calls_the_host(names):
+    found = set(primitives(trace_of(names)[0]))
+    assert "scan" in found and "dot_general" in found  # the walk goes inside
+    assert not {name for name in found if "callback" in name or "debug" in name}
+
+
+# --- ways to run it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_three_rounds_in_one_block_all_clients_at_once(names):
+    case = case_of(names)
+    state, infos = build(names, chunk=0).block(loaded(case.states[0]), FEDERATION.data, KEY, length=3)
+    chex.assert_trees_all_close(state, case.states[3], **CLOSE)
+    chex.assert_trees_all_close(infos, jax.tree.map(lambda *x: np.stack(x), *case.infos), **CLOSE)
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_a_run_goes_on_from_a_saved_state(names):
+    case = case_of(names)
+    states, _ = single_rounds(case.round_fn, loaded(case.states[1]), FEDERATION.data, 2)
+    chex.assert_trees_all_equal(states, case.states[2:])
+
+
+# op by op, Sinkhorn and the assignment alone take as long to compile as all the others: theirs is a slow test
+@pytest.mark.parametrize("names", [combination(*p.values[0], slow="hfedatm" in p.id) for p in EACH_ONCE])
+def test_a_round_needs_no_jit(names):
+    case = case_of(names)
+    state, _ = case.round_fn.step(loaded(case.states[0]), FEDERATION.data, KEY)
+    chex.assert_trees_all_close(state, case.states[1], **CLOSE)
+
+
+@pytest.mark.parametrize("names", EACH_ONCE)
+def test_hyper_parameters_side_by_side(names):
+    """A vmap over all of a method's, clients two at a time: the defaults beside doubled ones, either way round."""
+    case = case_of(names)
+
+    @jax.jit
+    @jax.vmap
+    def sweep(hparams):
+        return build(names, hparams, chunk=2).step(loaded(case.states[0]), FEDERATION.data, KEY)[0]
+
+    default, doubled = hparams_of(names), jax.tree.map(lambda x: 2.0 * x, hparams_of(names))
+    one, other = (
+        sweep(jax.tree.map(lambda *x: jnp.array(x), *pair)) for pair in ((default, doubled), (doubled, default))
+    )
+    chex.assert_trees_all_close(tree.take(one, 0), case.states[1], **CLOSE)
+    chex.assert_trees_all_close(tree.take(one, 1), tree.take(other, 0), **CLOSE)
+    kernels = one.variables.params["head"]["kernel"]
+    assert not np.allclose(kernels[0], kernels[1])
+
+
+# --- what must not matter -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_padding_is_never_read(names):
+    """The empty client's places included: NaN images, absurd labels and domains."""
+    case, clean = case_of(names), FEDERATION.clients
+    real = clean.mask
+    dirty = clean._replace(
+        inputs=jnp.where(real[..., None, None, None], clean.inputs, jnp.nan),
+        labels=jnp.where(real, clean.labels, 10**6),
+        domain=jnp.where(real, clean.domain, -7),
+    )
+    states, infos = single_rounds(case.round_fn, loaded(case.states[0]), (dirty, FEDERATION.ids), 2)
+    chex.assert_trees_all_equal(states, case.states[1:3])
+    chex.assert_trees_all_equal(infos, case.infos[:2])
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_places_of_clients_do_not_matter(names):
+    case = case_of(names)
+    order = np.array([[2, 0, 3, 1], [1, 3, 0, 2]])
+    rows = np.arange(2)[:, None]
+    move = functools.partial(jax.tree.map, lambda x: x[rows, order])
+    start = case.states[0]._replace(clients=move(case.states[0].clients))
+    states, infos = single_rounds(case.round_fn, loaded(start), move(FEDERATION.data), 2)
+    expected = case.states[2]
+    chex.assert_trees_all_close(states[-1], expected._replace(clients=move(expected.clients)), **CLOSE)
+    for name in ("metrics", "steps", "finite"):
+        chex.assert_trees_all_close(getattr(infos[-1], name), move(getattr(case.infos[1], name)), **CLOSE)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_station_of_all_clients_is_the_same_federation(algorithm):
+    """With one station round and sample weights. The flat one has no empty client, and more places, filled with NaN.
+
+    What a station remembers (MTGC's y) tells the two apart after the first round.
+    """
+    names, sizes, with_data = (algorithm, "mean"), [[3, 5, 2], [4, 0, 6]], np.array([0, 1, 2, 3, 5])
+    tiers = tiny_federation(sizes, batch_size=2)
+    padded = reference.flat(tiny_federation(sizes, batch_size=2, padding=3, fill=np.nan))
+    single = padded.topology._replace(clients_per_station=len(with_data))
+    keep = functools.partial(jax.tree.map, lambda x: x[:, with_data])
+    flat = dataclasses.replace(padded, clients=keep(padded.clients), ids=keep(padded.ids), topology=single)
+    in_one = functools.partial(jax.tree.map, lambda x: x.reshape(1, -1, *x.shape[2:])[:, with_data])
+
+    apart, together = build(names, federation=tiers), build(names, federation=flat)
+    start = apart.init(KEY)
+    first = jax.tree.map(lambda x: x[:1], start.stations)
+    flat_start = saved(start._replace(clients=in_one(start.clients), stations=first))
+    rounds = 1 if jax.tree.leaves(start.stations) else 2
+    expected = single_rounds(apart, start, tiers.data, rounds)[0][-1]
+    state = single_rounds(together, loaded(flat_start), flat.data, rounds)[0][-1]
+    chex.assert_trees_all_close(state.variables, expected.variables, **CLOSE)
+    chex.assert_trees_all_close(state.shared, expected.shared, **CLOSE)
+    chex.assert_trees_all_close(state.clients, in_one(expected.clients), **CLOSE)
+
+
+# --- what leaves a client -------------------------------------------------------------------------------------------
+
+
+def uploads(round_fn, rule, state, places):
+    """Shapes of a client's messages when it holds ``places`` examples: survey, report, and the rule's measurements."""
+    algorithm, backbone = round_fn.algorithm, round_fn.backbone
+    client = functools.partial(jax.tree.map, lambda x: x[0, 0])
+
+    def messages(state, examples, key):
+        own, station = client(state.clients), tree.take(state.stations, 0)
+        received = Received(state.variables, state.shared, station, own)
+        surveyed = ()
+        if algorithm.survey is not None:
+            own, surveyed = algorithm.survey(backbone, received, own, examples, key)
+        optimizer, tally = algorithm.begin(backbone, received, own)
+        local = Local(state.variables, optimizer, own, tally)
+        _, reported = algorithm.report(backbone, received, local, jnp.int32(1), examples, key)
+        return surveyed, reported, rule.measure(backbone, state.variables, examples, key)
+
+    return jax.eval_shape(messages, state, client(tiny_federation([[places]]).clients), KEY)
+
+
+@pytest.mark.parametrize("names", ALL)
+def test_no_example_leaves_a_client(names):
+    """No message has an axis as long as the client's data (13 and 17 occur nowhere else), nor depends on that length."""
+    case, rule = case_of(names), AGGREGATORS[names[1]]()
+    few, many = (uploads(case.round_fn, rule, case.states[0], places) for places in (13, 17))
+    assert few == many
+    assert not any({13, 17} & set(leaf.shape) for leaf in jax.tree.leaves(few))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_kept_optimizer_stays_on_the_client(algorithm):
+    def sent(method):
+        round_fn = make_round(BACKBONE, method, FEDERATION.topology)
+        return uploads(round_fn, mean(), jax.eval_shape(round_fn.init, KEY), 13)
+
+    assert sent(keep_optimizer(ALGORITHMS[algorithm]())) == sent(ALGORITHMS[algorithm]())
