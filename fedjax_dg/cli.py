@@ -203,7 +203,7 @@ class ProgressBars:
     def __exit__(self, *exception):
         self.bars.stop()
 
-    def report(self, event: str, cell: Cell | None, value) -> None:
+    def report(self, event: str, cell: Cell, value) -> None:
         if event == "compiled":
             self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
         elif event == "start":

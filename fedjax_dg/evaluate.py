@@ -93,7 +93,7 @@ def is_better(selection: str, new: dict, best: dict | None) -> bool:
     ``source-validation``: mean validation accuracy of the source domains. ``oracle``: held-out accuracy, which no one
     has in practice. ``last``: always.
     """
-    if best is None or selection == "last":
+    if not best or selection == "last":
         return True
     name = "accuracy" if selection == "oracle" else "source_accuracy"
     return (new[name] if new[name] is not None else -1.0) > (best[name] if best[name] is not None else -1.0)

@@ -127,10 +127,10 @@ class CellRun:
     key: jax.Array
     checkpoints: Checkpoints
     selection: str
-    best: dict[str, Any] | None
+    best: dict[str, Any]  # its record; empty before the first block
     best_variables: Any
     seconds: float  # spent in earlier sessions and this one, without compiling
-    record: dict[str, Any] | None
+    record: dict[str, Any]  # of the last block; empty before the first
 
     def advance(self) -> Block | None:
         """The next block, None at the end. Runs in a worker thread: XLA lets go of Python while it computes."""
@@ -144,7 +144,7 @@ class CellRun:
         self.record = block.record
         if is_better(self.selection, block.record, self.best):
             # the next block consumes the state, so the best model needs buffers of its own
-            self.best, self.best_variables = block.record, jax.tree.map(np.asarray, block.state.variables)
+            self.best, self.best_variables = block.record, jax.tree.map(np.array, block.state.variables)
         notes = {"round": block.record["round"], "best": self.best, "record": block.record, "seconds": self.seconds}
         self.checkpoints.save(Progress(arrays_of(block.state, self.best_variables, self.key), notes))
 
@@ -155,12 +155,12 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> Ce
     init_key, key = jax.random.split(jax.random.key(cell.seed))
     state = program.round_fn.init(init_key)
     checkpoints = folder.checkpoints(cell)
-    variables, notes = state.variables, {"best": None, "record": None, "seconds": 0.0}
+    variables, notes = state.variables, {"best": {}, "record": {}, "seconds": 0.0}
     if checkpoints.latest() is not None:
         arrays, notes = checkpoints.restore(arrays_of(state, variables, key))
         state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
     blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every)
-    best = jax.tree.map(np.asarray, variables)
+    best = jax.tree.map(np.array, variables)
     return CellRun(
         cell, blocks, key, checkpoints, config.selection, notes["best"], best, notes["seconds"], notes["record"]
     )
@@ -192,7 +192,7 @@ def identity(result: dict[str, Any]) -> Cell:
 def run_grid(
     grid: Grid,
     folder: RunFolder,
-    report: Callable[[str, Cell | None, Any], None] = lambda event, cell, value: None,
+    report: Callable[[str, Cell, Any], None] = lambda event, cell, value: None,
     jobs: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run every cell that is not finished; results of all finished cells, and those that failed.
@@ -239,7 +239,7 @@ def run_grid(
                     cell = waiting.pop(0)
                     program = program_of(cell)
                     cell_run = open_cell(cell, grid, program, folder)
-                    report("start", cell, cell_run.record["round"] if cell_run.record else 0)
+                    report("start", cell, cell_run.record.get("round", 0))
                     running[pool.submit(cell_run.advance)] = (cell_run, program)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:

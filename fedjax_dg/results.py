@@ -57,12 +57,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """What the numbers of a run may depend on beside its configuration."""
+    flags: Any = jax.config
     return {
         "jax": jax.__version__,
         "python": platform.python_version(),
         "platform": jax.default_backend(),
         "devices": [d.device_kind for d in jax.devices()],
-        "threefry_partitionable": bool(jax.config.jax_threefry_partitionable),
+        "threefry_partitionable": bool(flags.jax_threefry_partitionable),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
@@ -173,11 +174,12 @@ class Checkpoints:
 
     def check(self, template: PyTree) -> None:
         """``ValueError`` when the newest checkpoint, if there is one, has other arrays than ``template``."""
-        if self.latest() is None:
+        latest = self.latest()
+        if latest is None:
             return
         wanted = {k: tuple(v.shape) for k, v in _named(template).items()}
         try:
-            stored = {k: tuple(v.shape) for k, v in self.manager.item_metadata(self.latest())["arrays"].items()}
+            stored = {k: tuple(v.shape) for k, v in self.manager.item_metadata(latest)["arrays"].items()}
         except Exception as error:  # as many types as there are ways to damage a folder
             raise self._unusable(f"cannot be read ({type(error).__name__})") from error
         for name in sorted({*wanted, *stored}):

@@ -44,18 +44,17 @@ def make_step(
             (model, memory), (own, at_start, held, i) = station, client
             return Received(model, shared, memory, at_start, state.round), own, held, jax.random.fold_in(key, i)
 
-        if algorithm.survey is not None:
-            survey = lambda *who: algorithm.survey(backbone, *hand_over(*who, survey_key))
-            clients, messages = map_clients(survey, (models, stations), (clients, origin, examples, ids), chunk)
+        if (survey := algorithm.survey) is not None:
+            look = lambda station, client: survey(backbone, *hand_over(station, client, survey_key))
+            clients, messages = map_clients(look, (models, stations), (clients, origin, examples, ids), chunk)
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
         def station_round(carry, number):
             models, clients, stations, memory = carry
             key, last = jax.random.fold_in(local_key, number), number == topology.station_rounds - 1
             part = functools.partial(visit, backbone, algorithm, topology, rules, last)
-            seen = map_clients(
-                lambda *who: part(*hand_over(*who, key)), (models, stations), (clients, origin, examples, ids), chunk
-            )
+            work = lambda station, client: part(*hand_over(station, client, key))
+            seen = map_clients(work, (models, stations), (clients, origin, examples, ids), chunk)
             merge = jax.vmap(functools.partial(to_station.merge, backbone))
             models, memory, info = merge(memory, models, seen.variables, weights, seen.for_station)
             stations = jax.vmap(algorithm.gather)(stations, seen.message, shares)

@@ -31,7 +31,7 @@ def compiled(most_filters: int, chunk: int, federation, backbone, batch_key):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--batch-size", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()

@@ -23,7 +23,7 @@ import fedjax_dg as fdg
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--aggregator", default="mean")
@@ -61,7 +61,9 @@ def main() -> None:
             form()
             if repeat:  # the first one compiles
                 seconds[name].append((time.perf_counter() - start) / options.seeds)
-    print(f"{options.seeds} cells, {options.aggregator}, {os.cpu_count()} cores, {jax.default_backend()}, jax {jax.__version__}")
+    print(
+        f"{options.seeds} x {options.aggregator}; {os.cpu_count()} cores, {jax.default_backend()}, jax {jax.__version__}"
+    )
     for name, times in seconds.items():
         ratios = [t / base for t, base in zip(times, seconds["one after another"])]
         print(

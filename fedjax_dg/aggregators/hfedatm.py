@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +68,8 @@ def hfedatm(
             )
         merged = tree.where(weights.sum() > 0, tree.weighted_mean(models, weights), start)
         if regmean:
-            stacked = traverse_util.flatten_dict(models.params, sep="/")
-            leaves = traverse_util.flatten_dict(merged.params, sep="/")
+            stacked = dict[str, Any](traverse_util.flatten_dict(models.params, sep="/"))
+            leaves = dict[str, Any](traverse_util.flatten_dict(merged.params, sep="/"))
             info["regmean"] = {}
             for layer, statistics in grams.items():
                 kernel, offset = f"{layer}/kernel", f"{layer}/bias"

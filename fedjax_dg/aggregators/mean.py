@@ -68,7 +68,7 @@ def fedavgm(server_lr: ArrayLike = 1.0, server_momentum: ArrayLike = 0.9, weight
 
     Client and server state: a momentum the size of the model, at the server. Upload: the model.
     """
-    return server_optimizer(mean(weighting), optax.sgd(server_lr, momentum=server_momentum))
+    return server_optimizer(mean(weighting), optax.sgd(jnp.asarray(server_lr), momentum=server_momentum))
 
 
 def fedadam(
@@ -82,4 +82,6 @@ def fedadam(
 
     Upload: the model. Deviation: bias-corrected moments (optax's Adam), which the paper's FedAdam leaves out.
     """
-    return server_optimizer(mean(weighting), optax.adam(server_lr, b1=server_b1, b2=server_b2, eps=server_eps))
+    return server_optimizer(
+        mean(weighting), optax.adam(jnp.asarray(server_lr), b1=server_b1, b2=server_b2, eps=server_eps)
+    )

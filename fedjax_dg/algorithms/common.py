@@ -118,10 +118,12 @@ def keep_optimizer(algorithm: Algorithm) -> Algorithm:
         )
         return (inner, local.optimizer), message
 
-    def survey(backbone, received, client, examples, key):
-        inner, message = algorithm.survey(backbone, inside(received), client[0], examples, key)
-        return (inner, client[1]), message
+    hooks = {}
+    if (inner_survey := algorithm.survey) is not None:
 
-    return algorithm._replace(
-        init=init, begin=begin, step=step, report=report, survey=None if algorithm.survey is None else survey
-    )
+        def survey(backbone, received, client, examples, key):
+            inner, message = inner_survey(backbone, inside(received), client[0], examples, key)
+            return (inner, client[1]), message
+
+        hooks["survey"] = survey
+    return algorithm._replace(init=init, begin=begin, step=step, report=report, **hooks)

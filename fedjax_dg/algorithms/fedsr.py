@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Float
 
@@ -125,11 +124,9 @@ def fedsr(
             trained, backbone, local.variables.batch_stats, batch, key
         )
         updates, state = descent.update(gradient, local.optimizer, trained)
-        params, reference = optax.apply_updates(trained, updates)
-        return local._replace(variables=Variables(params, batch_stats), optimizer=state, client=reference), {
-            "loss": value,
-            **metrics,
-        }
+        params, reference = jax.tree.map(jnp.add, trained, updates)
+        local = local._replace(variables=Variables(params, batch_stats), optimizer=state, client=reference)
+        return local, {"loss": value, **metrics}
 
     def predict(backbone, variables, inputs, key):
         mean, std = gaussian_of(backbone.features(variables, inputs))

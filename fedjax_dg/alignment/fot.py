@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 import optax
-from flax import traverse_util
 from jaxtyping import Array, ArrayLike, Float, Int
 from ott.geometry import geometry
 from ott.solvers import linear
 
-from fedjax_dg.alignment.groups import Axis, Group, permute
+from fedjax_dg.alignment.groups import Axis, Group, leaves_of, permute
 from fedjax_dg.types import Metrics, PyTree, Variables
 
 # A matching must beat the identity by this much cost: equal or dead filters would otherwise be shuffled at random.
@@ -54,7 +53,9 @@ def match(cost: Float[Array, "a a"], epsilon: ArrayLike) -> Int[Array, " a"]:
     """
     size = cost.shape[0]
     spread = jnp.maximum(cost.std(), 1e-6)  # all filters equal: any plan will do, but not a division by zero
-    problem = geometry.Geometry(cost_matrix=cost, epsilon=epsilon * spread)
+    problem = geometry.Geometry(
+        cost_matrix=cost, epsilon=cast(float, epsilon * spread)
+    )  # traced, whatever its annotation
     plan = linear.solve(problem, threshold=0.1 / size).matrix
     order = assign(-plan)
     identity = jnp.arange(size, dtype=jnp.int32)
@@ -83,7 +84,8 @@ def align(
     """
     grams, info = dict(grams or {}), {}
     for group in groups:
-        cost = sum(filter_cost(_rows(reference, axis), _rows(variables, axis)) for axis in group.producers)
+        costs = [filter_cost(_rows(reference, axis), _rows(variables, axis)) for axis in group.producers]
+        cost = jnp.stack(costs).sum(0)
         order = match(cost, epsilon)
         places = jnp.arange(group.size)
         variables = permute(variables, group, order)
@@ -100,5 +102,5 @@ def align(
 
 def _rows(variables: Variables, axis: Axis) -> Float[Array, "a f"]:
     """The filters of a kernel as rows."""
-    kernel = traverse_util.flatten_dict(variables._asdict(), sep="/")[axis.leaf]
+    kernel = leaves_of(variables)[axis.leaf]
     return jnp.moveaxis(kernel, axis.axis, 0).reshape(kernel.shape[axis.axis], -1)

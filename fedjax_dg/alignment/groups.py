@@ -7,7 +7,7 @@ all of it, once, beside the architecture.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import traverse_util
@@ -35,6 +35,11 @@ class Group(NamedTuple):
     grams: tuple[tuple[str, int], ...] = ()  # (dense layer, positions): Gram matrices of that layer's input
 
 
+def leaves_of(variables: Variables) -> dict[str, Any]:
+    """Leaves by the names that ``Axis`` uses."""
+    return dict(traverse_util.flatten_dict(variables._asdict(), sep="/"))
+
+
 def take_units(x: Array, order: Int[Array, " c"], axis: int, positions: int = 1) -> Array:
     """``x`` with unit ``order[a]`` at place a of ``axis``; within each of ``positions`` blocks after a flatten."""
     shape = x.shape
@@ -47,7 +52,7 @@ def permute(variables: Variables, group: Group, order: Int[Array, " c"]) -> Vari
 
     ``order[a]`` is the old unit that comes to place a. Raises ``KeyError`` for a leaf that the model does not have.
     """
-    leaves = traverse_util.flatten_dict(variables._asdict(), sep="/")
+    leaves = leaves_of(variables)
     for axis in (*group.producers, *group.followers, *group.consumers):
         leaves[axis.leaf] = take_units(leaves[axis.leaf], order, axis.axis, axis.positions)
     # an empty batch_stats leaves no path behind in the flat form

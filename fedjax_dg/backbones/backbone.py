@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Backbone:
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
     """
 
-    module: nn.Module
+    module: Any
     input_shape: tuple[int, ...]
     num_features: int
     num_classes: int
@@ -77,7 +77,7 @@ class Backbone:
             mutable=["batch_stats"],
             rngs={"dropout": key},
         )
-        return Forward(z, logits, changed.get("batch_stats", variables.batch_stats))
+        return Forward(z, logits, dict(changed).get("batch_stats", variables.batch_stats))
 
     def dense_inputs(self, variables: Variables, inputs: Array) -> dict[str, Float[Array, "B d"]]:
         """What each ``nn.Dense`` reads in an evaluation-mode pass, by layer name, rows = examples."""
