@@ -8,9 +8,14 @@ from fedjax_dg.types import PyTree
 
 
 def weighted_mean(trees: PyTree, weights: Float[Array, " n"]) -> PyTree:
-    """Mean over the leading axis [n] with ``weights`` of any scale; zeros when every weight is zero."""
+    """Mean over the leading axis [n] with ``weights`` of any scale; zeros when every weight is zero; integers rounded."""
     shares = weights / jnp.where(weights.sum() > 0, weights.sum(), 1.0)
-    return jax.tree.map(lambda x: jnp.tensordot(shares, x, axes=1, precision="highest").astype(x.dtype), trees)
+
+    def mean(x):
+        value = jnp.tensordot(shares, x, axes=1, precision="highest")
+        return (value if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.round(value)).astype(x.dtype)
+
+    return jax.tree.map(mean, trees)
 
 
 def weighted_sum(trees: PyTree, weights: Float[Array, "*axes"]) -> PyTree:

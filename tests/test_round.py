@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
-from quadratic import quadratic_rounds
+from quadratic import quadratic_backbone, quadratic_data, quadratic_rounds
 from tiny import tiny_backbone, tiny_federation
 
 from fedjax_dg import make_round
@@ -28,7 +28,7 @@ from fedjax_dg.algorithms import (
     scaffold,
 )
 from fedjax_dg.local import choose_participants, map_clients, plan_batches
-from fedjax_dg.types import Topology
+from fedjax_dg.types import Start, Topology
 
 BACKBONE = tiny_backbone()
 LR = 0.05
@@ -275,6 +275,20 @@ def test_a_short_station_fills_up_with_empty_clients(key):
     present = jnp.array([[False, False, True, False, False]])
     picked = choose_participants(present, IDS[:1], 2, key)[0].tolist()
     assert len(set(picked)) == 2 and 2 in picked
+
+
+def test_a_client_without_data_keeps_its_state(key):
+    """Whatever its method would report: here the number of its station rounds."""
+    counting = fedavg()._replace(
+        init=lambda backbone, variables, key: Start(variables, client=jnp.zeros(())),
+        report=lambda backbone, received, local, steps, examples, key: (local.client + 1.0, ()),
+    )
+    round_fn = make_round(quadratic_backbone(), counting, Topology(2, 2, station_rounds=3))
+    examples, ids = quadratic_data(np.ones((2, 2, 1)), np.zeros((2, 2, 1)))
+    examples = examples._replace(mask=jnp.array([[[True], [False]], [[False], [True]]]))
+    state, info = jax.jit(round_fn.step)(round_fn.init(key), (examples, ids), key)
+    assert state.clients.tolist() == [[3.0, 0.0], [0.0, 3.0]]
+    assert info.steps.tolist() == [[1, 0], [0, 1]]
 
 
 # --- layout in memory -----------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_the_best_model_is_not_changed_by_later_rounds(tmp_path, monkeypatch):
 def test_the_checkpoint_holds_the_best_model_by_the_rule(tmp_path, selection, best):
     checkpoints = Checkpoints(tmp_path / "cell")
     cell = Cell("fedavg", "mean", "noto", 0)
-    cell_run = CellRun(cell, iter(()), jax.random.key(0), checkpoints, selection, None, None, 0.0, None)
+    cell_run = CellRun(cell, iter(()), jax.random.key(0), checkpoints, selection, {}, None, 0.0, {})
     for number, source, held_out in ((1, 0.5, 0.8), (2, 0.9, 0.1), (3, 0.7, 0.3)):
         model = Variables({"w": jnp.full(2, float(number))}, {})
         state = ServerState(model, (), (), (), (), (), jnp.int32(number))

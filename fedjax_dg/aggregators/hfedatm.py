@@ -45,7 +45,8 @@ def hfedatm(
 
     Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats (LeNet-5:
     182,063 floats; no example leaves). They are measured in one pass of its trained model over its own examples.
-    Info: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [S]; per dense layer ``residual``, ``fallback``.
+    Info: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [S]; per dense layer ``residual``,
+    ``fallback``, ``raised`` (see ``regmean``).
 
     Deviations: permutations reach the next layer and the Grams, and Sinkhorn's plan is rounded to a permutation, so
     alignment never changes a model's function (the paper's summary and the authors' release do neither); the bias is
@@ -73,9 +74,11 @@ def hfedatm(
             info["regmean"] = {}
             for layer, statistics in grams.items():
                 kernel, offset = f"{layer}/kernel", f"{layer}/bias"
-                solved = merge_dense(stacked[kernel], stacked[offset], statistics, weights, alpha, ridge, bias)
+                biases = stacked.get(offset, jnp.zeros_like(stacked[kernel][:, 0]))  # a layer may have none
+                solved = merge_dense(stacked[kernel], biases, statistics, weights, alpha, ridge, bias)
                 leaves[kernel] = jnp.where(weights.sum() > 0, solved.kernel, leaves[kernel])
-                leaves[offset] = jnp.where(weights.sum() > 0, solved.bias, leaves[offset])
+                if offset in leaves:
+                    leaves[offset] = jnp.where(weights.sum() > 0, solved.bias, leaves[offset])
                 info["regmean"][layer] = solved.info
             merged = merged._replace(params=traverse_util.unflatten_dict(leaves, sep="/"))
         return merged, state, info

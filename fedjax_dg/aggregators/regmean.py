@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from fedjax_dg.alignment.groups import take_units
 from fedjax_dg.errors import unknown
@@ -88,7 +88,8 @@ def regmean(
     m_e and mean inputs mu_e; ``mean`` is the weighted mean.
 
     Shapes: ``kernels`` [e, d, o], ``biases`` [e, o], ``grams`` with leading axis e, ``weights`` [e] (of the mean only).
-    Info: ``residual`` (relative, of the solve) and ``fallback`` (1.0 when no rows were seen at all, so W = M).
+    Info: ``residual`` (relative, of the solve), ``fallback`` (1.0 when no input was ever active, so W = M) and ``raised``
+    (1.0 when the system was not positive definite in float32, so its diagonal was raised a little).
 
     Deviations: the paper has neither ridge nor bias correction; the authors' release has a ridge towards zero, which
     shrinks weights and erases rows of inputs that are never active.
@@ -105,7 +106,7 @@ def regmean(
     fallback = trace <= 0
     system = system + jnp.where(fallback, 1.0, ridge * trace / system.shape[0]) * jnp.eye(system.shape[0])
     target = jnp.einsum("eij,ejo->io", shrunken, kernels - mean_kernel, precision="highest")
-    difference = _solve(system, target)
+    difference, raised = _solve(system, target)
     kernel = mean_kernel + difference
 
     error = jnp.matmul(system, difference, precision="highest") - target
@@ -113,6 +114,7 @@ def regmean(
     info = {
         "residual": jnp.linalg.norm(error) / jnp.where(size > 0, size, 1.0),
         "fallback": fallback.astype(jnp.float32),
+        "raised": raised.astype(jnp.float32),
     }
     mean_bias = jnp.tensordot(shares, biases, axes=1, precision="highest")
     if bias == "mean":
@@ -125,10 +127,11 @@ def regmean(
     return Merged(kernel, jnp.where(fallback, mean_bias, corrected), info)
 
 
-def _solve(system: Float[Array, "d d"], target: Float[Array, "d o"]) -> Float[Array, "d o"]:
+def _solve(system: Float[Array, "d d"], target: Float[Array, "d o"]) -> tuple[Float[Array, "d o"], Bool[Array, ""]]:
     """Cholesky of the matrix scaled to a unit diagonal: a shrunken Gram's condition is then at most (3 d + 1) at 0.75.
 
-    With alpha = 1 and fewer rows than inputs it can be singular; where Cholesky fails, the diagonal is raised by d eps.
+    With alpha = 1 and fewer rows than inputs it can be singular; where Cholesky fails, the diagonal is raised by d eps,
+    and the second result says so.
     """
     diagonal = jnp.diagonal(system)
     # without a ridge a never-active input has a zero row, column and target: any positive scale gives it zero
@@ -138,9 +141,10 @@ def _solve(system: Float[Array, "d d"], target: Float[Array, "d o"]) -> Float[Ar
     least = len(system) * jnp.finfo(system.dtype).eps
     with jax.default_matmul_precision("highest"):
         factor = jnp.linalg.cholesky(scaled)
+        definite = jnp.isfinite(factor).all()
         factor = jax.lax.cond(
-            jnp.isfinite(factor).all(),
+            definite,
             lambda: factor,
             lambda: jnp.linalg.cholesky(scaled + least * jnp.eye(len(system), dtype=system.dtype)),
         )
-        return scale[:, None] * jax.scipy.linalg.cho_solve((factor, True), scale[:, None] * target)
+        return scale[:, None] * jax.scipy.linalg.cho_solve((factor, True), scale[:, None] * target), ~definite
