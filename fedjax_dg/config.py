@@ -13,7 +13,7 @@ from typing import Any
 
 from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, WEIGHTINGS
-from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS
+from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_optimizer
 from fedjax_dg.backbones import BACKBONES
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
@@ -51,6 +51,8 @@ class RunConfig:
     """The paper's lambda: 0 = one domain a client, 1 = every client has the global mix."""
     label_alpha: float | None = None
     """Dirichlet label skew of the clients; None = no skew."""
+    remainders: str = "owners"
+    """Who gets the examples that do not divide: owners (of their domain), first (as the benchmark's code does)."""
     rounds: int = 20
     """Server rounds."""
     station_rounds: int = 5
@@ -65,6 +67,8 @@ class RunConfig:
     """Step size of the local optimizer."""
     client_optimizer: str | None = None
     """Local optimizer: sgd, momentum, adam; None = the algorithm's own."""
+    keep_optimizer: bool = False
+    """Keep the local optimizer's state on the client between station rounds, instead of starting it afresh."""
     participants: int | None = None
     """Clients of each station that are sampled for a server round; None = all."""
     station_weighting: str = "samples"
@@ -103,7 +107,8 @@ def read_toml(path: str | Path) -> RunConfig:
         if name not in allowed:
             raise unknown(f"option in {path}", name, allowed)
         kind = str(allowed[name].type).split(" | ")[0]
-        if isinstance(value, bool) or not isinstance(value, {"str": str, "int": int, "float": int | float}[kind]):
+        kinds = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[kind]
+        if type(value) not in kinds:
             raise ValueError(f"{name} = {value!r} in {path} is not of type {kind}: correct the file.")
         options[name] = float(value) if kind == "float" else value
     return RunConfig(**options, settings=dict(content.get("set", {})))
@@ -222,7 +227,8 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     hparams = inspect.signature(factory).parameters["hparams"].default._replace(client_lr=config.client_lr)
     hparams = hparams._replace(**{k: given.pop(k) for k in hparams._fields if k in given})
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
-    return factory(hparams, **optimizer, **given)
+    algorithm = factory(hparams, **optimizer, **given)
+    return keep_optimizer(algorithm) if config.keep_optimizer else algorithm
 
 
 def build_aggregator(config: RunConfig, name: str) -> Aggregator:

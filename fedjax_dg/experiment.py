@@ -61,6 +61,7 @@ def resolve(config: RunConfig) -> Grid:
             domain_mix=config.domain_mix,
             seed=seed,
             station_assignment=config.station_assignment,
+            remainders=config.remainders,
             label_alpha=config.label_alpha,
             **topology(config)._asdict(),
         )
@@ -179,7 +180,7 @@ def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
             "rounds": cell_run.record["round"],
             "seconds": round(cell_run.seconds, 3),
             "compile_seconds": round(program.seconds, 3),
-            "compilations": 1,
+            "compilations": 1,  # compiled ahead of time: other shapes would be an error, not another program
         }
     )
 

@@ -146,12 +146,12 @@ def check_topology(topology: Topology) -> None:
     if topology.participants is not None and topology.participants > topology.clients_per_station:
         raise ValueError(
             f"participants={topology.participants} is more than the {topology.clients_per_station} clients of a station: "
-            f"give at most {topology.clients_per_station}, or none for all of them."
+            f"give at most {topology.clients_per_station}, or None for all of them."
         )
 
 
 def draw_validation(domains: Domains, fraction: float, seed: int) -> Bool[np.ndarray, " M"]:
-    """A validation split, the same share of every domain; all examples of one identity fall on the same side.
+    """A validation split: ``fraction`` of every domain's examples; where items recur, of the items, with all their examples.
 
     Raises ``ValueError`` for a fraction outside [0, 1).
     """

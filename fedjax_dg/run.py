@@ -168,7 +168,7 @@ def check_finite(info: RoundInfo, done: int) -> None:
             client = int(info.participants[r, station, place])
             raise NotFinite(
                 f"Round {done + r + 1}: the loss or a parameter of client {client} at station {station} is not finite "
-                f"({int((~finite[r]).sum())} such clients); lower client_lr or check that client's data."
+                f"({int((~finite[r]).sum())} such clients); lower client_lr (or server_lr) or check that client's data."
             )
         if not merged[r]:
             raise NotFinite(

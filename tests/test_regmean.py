@@ -286,6 +286,7 @@ def test_no_model_at_all_stays_finite():
     result = merged(kernels, biases, nothing, (0.0, 0.0, 0.0), 0.75, 1e-6)
     assert tree.all_finite(result)
     assert result.info["fallback"] == 1.0
+    assert result.info["raised"] == 0.0
 
 
 def test_fewer_rows_than_inputs_without_shrinkage_stays_finite_and_fits():
@@ -296,6 +297,7 @@ def test_fewer_rows_than_inputs_without_shrinkage_stays_finite_and_fits():
     for ridge in (0.0, 1e-8):
         result = merged(kernels.astype(np.float32), biases.astype(np.float32), gram(xs), alpha=1.0, ridge=ridge)
         assert tree.all_finite(result)
+        assert result.info["raised"] == 1.0
         for x, w in zip(xs, kernels):  # 24 rows, 40 unknowns: an exact fit exists
             error = np.linalg.norm(x @ np.asarray(result.kernel) - x @ w) / np.linalg.norm(x @ w)
             assert error < 1e-3  # the diagonal is raised by d eps = 5e-6, the smallest eigenvalue is near 1e-2
