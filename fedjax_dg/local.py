@@ -102,7 +102,7 @@ def train(
         return moved, (real, metrics)
 
     start = Local(received.variables, optimizer, client, tally, jnp.int32(0))
-    numbers = jnp.arange(batches.valid.shape[0])
+    numbers = jnp.cumsum(batches.valid.any(1)) - 1  # of real steps: padding must not shift what later ones draw
     local, (real, metrics) = jax.lax.scan(step, start, (numbers, *batches))
     steps = real.sum()
     means = jax.tree.map(lambda x: x.sum(0) / jnp.maximum(steps, 1), metrics)

@@ -565,6 +565,15 @@ def test_fedsr_names_the_l2_forms():
 # --- any method -----------------------------------------------------------------------------------------------------
 
 
+def test_what_a_client_draws_does_not_depend_on_padding():
+    """FedSR draws in every step: two passes over 5 examples in 6 places, and in 10, where a pass has more empty steps."""
+    given = {"backbone": stochastic(), "client": at_start(stochastic())}
+    widened = jax.tree.map(lambda x: jnp.pad(x, [(0, 4)] + [(0, 0)] * (x.ndim - 1)), one())
+    (few, _), (many, _) = (train(fedsr, FedSRHparams(LR), examples, **given) for examples in (one(), widened))
+    assert few.steps == many.steps == 6
+    chex.assert_trees_all_close(few.local.variables, many.local.variables, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", [scaffold(), mtgc(z_init="grad")], ids=["scaffold", "mtgc"])
 def test_keeping_an_optimizer_without_state_changes_nothing(method):
     """Through every hook that a client's state passes: begin, step, report, survey."""
