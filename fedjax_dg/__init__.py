@@ -3,7 +3,7 @@
 >>> import jax
 >>> import fedjax_dg as fdg
 >>> key = jax.random.key(0)
->>> domains = fdg.datasets.load("emoji_styles")                       # images, labels, domain ids; host arrays
+>>> domains = fdg.datasets.load("emoji_styles")  # images, labels, domain ids; host arrays
 >>> federation = fdg.federate(domains, held_out="noto", stations=10, clients_per_station=10, domain_mix=0.0, seed=0)
 >>> backbone = fdg.backbones.lenet5(num_classes=6)
 >>> algorithm = fdg.algorithms.fedsr(fdg.algorithms.FedSRHparams(l2=0.01))
