@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from fedjax_dg import tree
 from fedjax_dg.local import sum_over_batches
 from fedjax_dg.types import Algorithm, Examples, Local, PyTree, Received, Variables
 
@@ -38,6 +39,12 @@ def classify(backbone, params: PyTree, local: Local, batch: Examples, key):
     return cross_entropy(forward.logits, batch.labels, batch.mask), forward
 
 
+def classification_loss(backbone, params, received, local, batch, key):
+    """FedAvg's loss, in the form that ``gradient_step`` takes."""
+    value, forward = classify(backbone, params, local, batch, key)
+    return value, (forward.batch_stats, {})
+
+
 def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, correct: Callable | None = None) -> Callable:
     """An ``Algorithm.step``: descend ``loss`` with ``optimizer``.
 
@@ -61,13 +68,19 @@ def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, corre
     return step
 
 
-def gradient_method(loss: Callable, optimizer: optax.GradientTransformation, **hooks) -> Algorithm:
-    """A method that descends a loss with a fresh optimizer in every station round, and the hooks it adds."""
+def gradient_method(
+    loss: Callable, optimizer: optax.GradientTransformation, correct: Callable | None = None, **hooks
+) -> Algorithm:
+    """A method that descends a loss with a fresh optimizer in every station round, and the hooks it adds.
+
+    ``loss`` and ``correct`` as in ``gradient_step``.
+    """
 
     def begin(backbone, received, client):
-        return optimizer.init(received.variables.params), ()
+        params = received.variables.params
+        return optimizer.init(params), () if correct is None else tree.zeros(params)
 
-    return Algorithm(**{"step": gradient_step(loss, optimizer), "begin": begin, **hooks})
+    return Algorithm(step=gradient_step(loss, optimizer, correct), begin=begin, **hooks)
 
 
 def mean_gradient(local: Local, steps: Int[Array, ""]) -> PyTree:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxtyping import ArrayLike
 
-from fedjax_dg.algorithms.common import classify, gradient_method, momentum
+from fedjax_dg.algorithms.common import classification_loss, gradient_method, momentum
 from fedjax_dg.types import Algorithm
 
 
@@ -22,8 +22,4 @@ def fedavg(hparams: FedAvgHparams = FedAvgHparams(), optimizer: Callable = momen
     Upload: the model. Source: McMahan et al., AISTATS 2017, https://arxiv.org/abs/1602.05629.
     """
 
-    def loss(backbone, params, received, local, batch, key):
-        value, forward = classify(backbone, params, local, batch, key)
-        return value, (forward.batch_stats, {})
-
-    return gradient_method(loss, optimizer(hparams.client_lr))
+    return gradient_method(classification_loss, optimizer(hparams.client_lr))

@@ -12,10 +12,9 @@ from jaxtyping import Array, ArrayLike, Float
 
 from fedjax_dg import tree
 from fedjax_dg.algorithms.common import (
-    classify,
+    classification_loss,
     cross_entropy,
     gradient_method,
-    gradient_step,
     mean_gradient,
     summed_gradient,
 )
@@ -59,20 +58,11 @@ def mtgc(hparams: MTGCHparams = MTGCHparams(), optimizer: Callable = optax.sgd, 
     """
     if z_init not in Z_INITS:
         raise unknown("z_init", z_init, Z_INITS)
-    descent = optimizer(hparams.client_lr)
 
     def init(backbone, variables, key):
         zeros = tree.zeros(variables.params)
         none = jnp.zeros(())
         return Start(variables, client=zeros, station=StationControl(zeros, none, zeros, none, zeros))
-
-    def begin(backbone, received, client):
-        params = received.variables.params
-        return descent.init(params), tree.zeros(params)
-
-    def loss(backbone, params, received, local, batch, key):
-        value, forward = classify(backbone, params, local, batch, key)
-        return value, (forward.batch_stats, {})
 
     def correct(gradient, received, local):
         station = received.station
@@ -120,15 +110,6 @@ def mtgc(hparams: MTGCHparams = MTGCHparams(), optimizer: Callable = optax.sgd, 
         mean = jax.vmap(tree.weighted_mean)(gradients, shares)
         return shared, stations._replace(gradient=mean, active=jnp.ones_like(stations.active))
 
-    hooks = {"survey": survey, "digest": digest} if z_init == "grad" else {}
-    return gradient_method(
-        loss,
-        descent,
-        step=gradient_step(loss, descent, correct),
-        init=init,
-        begin=begin,
-        report=report,
-        gather=gather,
-        absorb=absorb,
-        **hooks,
-    )
+    hooks: dict[str, Callable] = {"survey": survey, "digest": digest} if z_init == "grad" else {}
+    hooks |= {"init": init, "report": report, "gather": gather, "absorb": absorb}
+    return gradient_method(classification_loss, optimizer(hparams.client_lr), correct, **hooks)

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import ArrayLike
 
 from fedjax_dg import tree
-from fedjax_dg.algorithms.common import classify, gradient_method, gradient_step, mean_gradient
+from fedjax_dg.algorithms.common import classification_loss, gradient_method, mean_gradient
 from fedjax_dg.types import Algorithm, Start
 
 
@@ -32,19 +32,10 @@ def scaffold(hparams: ScaffoldHparams = ScaffoldHparams(), optimizer: Callable =
     a constant rate; this form stays right with momentum, schedules and clipping, where that one is mis-scaled.
     Source: Karimireddy et al., ICML 2020, https://arxiv.org/abs/1910.06378.
     """
-    descent = optimizer(hparams.client_lr)
 
     def init(backbone, variables, key):
         zeros = tree.zeros(variables.params)
         return Start(variables, client=zeros, shared=zeros)
-
-    def begin(backbone, received, client):
-        params = received.variables.params
-        return descent.init(params), tree.zeros(params)
-
-    def loss(backbone, params, received, local, batch, key):
-        value, forward = classify(backbone, params, local, batch, key)
-        return value, (forward.batch_stats, {})
 
     def correct(gradient, received, local):
         return jax.tree.map(lambda g, own, all_: g - own + all_, gradient, local.client, received.shared)
@@ -56,6 +47,5 @@ def scaffold(hparams: ScaffoldHparams = ScaffoldHparams(), optimizer: Callable =
     def absorb(shared, stations, changes, shares):
         return jax.tree.map(jnp.add, shared, tree.weighted_sum(changes, shares)), stations
 
-    return gradient_method(
-        loss, descent, step=gradient_step(loss, descent, correct), init=init, begin=begin, report=report, absorb=absorb
-    )
+    descent = optimizer(hparams.client_lr)
+    return gradient_method(classification_loss, descent, correct, init=init, report=report, absorb=absorb)
