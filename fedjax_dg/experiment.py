@@ -199,7 +199,8 @@ def run_grid(
     """Run every cell that is not finished; results of all finished cells, and those that failed.
 
     ``jobs`` cells at a time, by default one per core on CPU (each round is a chain of small steps that one core can
-    fill) and one elsewhere; the numbers do not depend on it. ``report(event, cell, value)`` is told ``compiled``
+    fill; ``experiments/benchmarks/grid.py`` measures 0.57 of the time of one after another on two cores, and no gain from
+    one vmapped program) and one elsewhere; the numbers do not depend on it. ``report(event, cell, value)`` is told ``compiled``
     (seconds), ``start`` (rounds done), ``record``, ``done`` and ``failed``. A cell whose training breaks down is left at
     its last good checkpoint; the others go on.
     """
