@@ -200,9 +200,9 @@ def run_grid(
 
     ``jobs`` cells at a time, by default one per core on CPU (each round is a chain of small steps that one core can
     fill; ``experiments/benchmarks/grid.py`` measures 0.57 of the time of one after another on two cores, and no gain from
-    one vmapped program) and one elsewhere; the numbers do not depend on it. ``report(event, cell, value)`` is told ``compiled``
-    (seconds), ``start`` (rounds done), ``record``, ``done`` and ``failed``. A cell whose training breaks down is left at
-    its last good checkpoint; the others go on.
+    one vmapped program) and one elsewhere; the numbers do not depend on it. ``report(event, cell, value)`` is told
+    ``compiled`` (seconds), ``start`` (rounds done), ``record``, ``done`` and ``failed``. A cell whose training breaks down
+    is left at its last good checkpoint; the others go on.
     """
     config = grid.config
     cells, failed = folder.finished(), []
