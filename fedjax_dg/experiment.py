@@ -223,7 +223,7 @@ def run_grid(
     def place(result):  # the first server rule first, as it is the baseline; then as the grid has them
         return names(config.aggregator).index(result["aggregator"]), order[identity(result)]
 
-    jobs = jobs or (max(os.cpu_count() or 1, 1) if jax.default_backend() == "cpu" else 1)
+    jobs = jobs or ((os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
 
     def program_of(cell):
         federation = grid.federations[cell.held_out, cell.seed]

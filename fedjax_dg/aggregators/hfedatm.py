@@ -67,7 +67,7 @@ def hfedatm(
             models, grams, info["fot"] = jax.vmap(lambda m, g: align(m, target, backbone.groups, g, epsilon))(
                 models, grams
             )
-        merged = tree.where(weights.sum() > 0, tree.weighted_mean(models, weights), start)
+        merged = tree.weighted_mean(models, weights)
         if regmean:
             stacked = dict[str, Any](traverse_util.flatten_dict(models.params, sep="/"))
             leaves = dict[str, Any](traverse_util.flatten_dict(merged.params, sep="/"))
@@ -76,12 +76,12 @@ def hfedatm(
                 kernel, offset = f"{layer}/kernel", f"{layer}/bias"
                 biases = stacked.get(offset, jnp.zeros_like(stacked[kernel][:, 0]))  # a layer may have none
                 solved = merge_dense(stacked[kernel], biases, statistics, weights, alpha, ridge, bias)
-                leaves[kernel] = jnp.where(weights.sum() > 0, solved.kernel, leaves[kernel])
+                leaves[kernel] = solved.kernel
                 if offset in leaves:
-                    leaves[offset] = jnp.where(weights.sum() > 0, solved.bias, leaves[offset])
+                    leaves[offset] = solved.bias
                 info["regmean"][layer] = solved.info
             merged = merged._replace(params=traverse_util.unflatten_dict(leaves, sep="/"))
-        return merged, state, info
+        return tree.where(weights.sum() > 0, merged, start), state, info
 
     rule = Aggregator(weigh=weighting_of(weighting), merge=merge)
     if not regmean:
