@@ -33,6 +33,7 @@ class Group(NamedTuple):
     followers: tuple[Axis, ...]  # biases and norm leaves of the same units
     consumers: tuple[Axis, ...]  # kernels whose input axis this is
     grams: tuple[tuple[str, int], ...] = ()  # (dense layer, positions): Gram matrices of that layer's input
+    norm_groups: int = 1  # a group norm reads these units: only whole norm groups, and units within one, may change places
 
 
 def leaves_of(variables: Variables) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ class Backbone:
     layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``.
     ``groups`` are its permutation symmetries (see ``alignment``).
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
+    ``weight_names`` says under which names published checkpoints hold a layer: path below ``params`` -> PyTorch names.
     """
 
     module: Any
@@ -44,6 +45,7 @@ class Backbone:
     num_classes: int
     groups: tuple[Group, ...] = ()
     transform: Callable[[Array], Array] = scale_pixels
+    weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def init(self, key: Key, inputs: Array | None = None) -> Variables:
         """Fresh Variables. ``inputs`` [B, *shape] is only looked at for its shape; by default ``input_shape`` is used."""
