@@ -8,8 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_dg import tree
-from fedjax_dg.local import choose_participants, client_shares, map_clients, visit
+from fedjax_dg import local, tree
 from fedjax_dg.types import Aggregator, Algorithm, Received, RoundInfo, ServerState, Topology
 
 
@@ -31,8 +30,8 @@ def make_step(
         draw_key, survey_key, local_key = jax.random.split(jax.random.fold_in(key, state.round), 3)
         examples, ids = data
         counts = examples.mask.sum(-1)  # [S, C]
-        picked = choose_participants(counts > 0, ids, topology.participants, draw_key)  # [S, P]
-        here = (examples, ids, counts, client_shares(*weigh(counts)), state.clients)
+        picked = local.choose_participants(counts > 0, ids, topology.participants, draw_key)  # [S, P]
+        here = (examples, ids, counts, local.client_shares(*weigh(counts)), state.clients)
         if topology.participants is not None:  # else a needless copy of the whole data set
             here = tree.take(here, (rows, picked))
         examples, ids, counts, shares, origin = here
@@ -40,36 +39,40 @@ def make_step(
         shared, stations, clients = state.shared, state.stations, origin
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
 
-        def hand_over(station, client, key):
-            (model, memory), (own, at_start, held, i) = station, client
-            return Received(model, shared, memory, at_start, state.round), own, held, jax.random.fold_in(key, i)
+        def each_client(part, key, stations, clients, **finish):
+            def one(station, client):
+                (model, memory, *_), (own, at_start, held, i) = station, client
+                received = Received(model, shared, memory, at_start, state.round)
+                return part(received, own, held, jax.random.fold_in(key, i))
 
-        if (survey := algorithm.survey) is not None:
-            look = lambda station, client: survey(backbone, *hand_over(station, client, survey_key))
-            clients, messages = map_clients(look, (models, stations), (clients, origin, examples, ids), chunk)
+            return local.map_clients(one, stations, (clients, origin, examples, ids), chunk, **finish)
+
+        if algorithm.survey is not None:
+            look = functools.partial(algorithm.survey, backbone)
+            clients, messages = each_client(look, survey_key, (models, stations), clients)
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
         def station_round(carry, number):
-            models, clients, stations, memory = carry
+            stations, clients = carry
             key, last = jax.random.fold_in(local_key, number), number == topology.station_rounds - 1
-            part = functools.partial(visit, backbone, algorithm, topology, rules, last)
-            work = lambda station, client: part(*hand_over(station, client, key))
-            seen = map_clients(work, (models, stations), (clients, origin, examples, ids), chunk)
-            merge = jax.vmap(functools.partial(to_station.merge, backbone))
-            models, memory, info = merge(memory, models, seen.variables, weights, seen.for_station)
-            stations = jax.vmap(algorithm.gather)(stations, seen.message, shares)
-            upward = (seen.message, jax.vmap(to_server.combine)(seen.for_server, weights))
-            return ((models, seen.client, stations, memory), upward), (seen.metrics, seen.steps, seen.finite, info)
+            part = functools.partial(local.visit, backbone, algorithm, topology, rules, last)
+            finish = functools.partial(local.settle, backbone, algorithm, rules)
+            stations, clients, up, told = each_client(part, key, (*stations, weights, shares), clients, finish=finish)
+            return ((stations, clients), up), told
 
-        start = (models, clients, stations, state.station_rule)
+        start = ((models, stations, state.station_rule), clients)
         nothing = tree.zeros(jax.eval_shape(station_round, start, 0)[0][1])
         (carry, (messages, measured)), (metrics, steps, finite, station_info) = jax.lax.scan(
             lambda carry, number: station_round(carry[0], number), (start, nothing), jnp.arange(topology.station_rounds)
         )
-        models, clients, stations, station_rule = carry
-        variables, server_rule, server_info = to_server.merge(
-            backbone, state.server_rule, state.variables, models, station_weights, measured
+        (models, stations, station_rule), clients = carry
+        if to_server.at_station:
+            part, finish = local.remeasuring(backbone, to_server)
+            measured = each_client(part, local_key, (models, stations, weights), clients, finish=finish)
+        variables, server_rule, orders, server_info = local.merge_models(
+            backbone, to_server, state.server_rule, state.variables, models, station_weights, measured
         )
+        stations, (clients, messages) = local.follow(backbone, variables, orders, stations, (clients, messages))
         shared, stations = algorithm.absorb(shared, stations, messages, shares)
         if topology.participants is not None:
             clients = jax.tree.map(lambda whole, part: whole.at[rows, picked].set(part), state.clients, clients)

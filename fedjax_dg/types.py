@@ -6,6 +6,7 @@ client, B examples of a batch, D features, K classes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 PyTree = Any
 Key = Array  # a typed JAX random key
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]  # arrays, or again such
 
 
 class Examples(NamedTuple):
@@ -64,6 +65,7 @@ class Local(NamedTuple):
     optimizer: PyTree
     client: PyTree  # the algorithm's state of this client; survives the round
     tally: PyTree  # what a method accumulates over these steps; gone afterwards
+    seen: PyTree = ()  # what each dense layer read in the last step's forward pass, for rules that watch it
     passes: Int[Array, ""] | int = 0  # passes over its examples that this client has finished; kept by ``local.train``
 
 
@@ -145,7 +147,7 @@ def _no_state(variables, num_models):
     return ()
 
 
-def _no_message(backbone, variables, examples, key):
+def _no_message(backbone, variables, examples, key, watched):
     return ()
 
 
@@ -162,10 +164,21 @@ class Aggregator(NamedTuple):
     merge: Callable[..., tuple[Variables, PyTree, Metrics]]
     #: (variables, num_models) -> state: what this rule remembers between merges (a server optimizer's momentum).
     init: Callable[..., PyTree] = _no_state
-    #: (backbone, variables, examples, key) -> message: what a client computes for this rule with its trained model.
+    #: (backbone, variables, examples, key, watched) -> message: what a client computes for this rule, with its trained
+    #: model, or with its station's merged one (``at_station``). ``watched`` is what ``watch`` has summed up.
     measure: Callable[..., PyTree] = _no_message
+    #: (backbone, seen, mask) -> what to note of a local step's forward pass, ``Local.seen``; summed by ``add`` over the
+    #: steps of the last pass over a client's examples.
+    watch: Callable[..., PyTree] | None = None
+    #: (noted, noted) -> noted.
+    add: Callable[..., PyTree] = operator.add
     #: (messages [C], weights [C]) -> message: a station's message from those of its clients.
     combine: Callable[..., PyTree] = _sum_messages
+    #: (backbone, start, models [n], messages [n]) -> (models, messages, orders, info): models into one basis before the
+    #: merge. ``orders`` [n, ...] by permutation group: states of the models' clients and stations follow them.
+    align: Callable[..., tuple[Variables, PyTree, PyTree, Metrics]] | None = None
+    #: Measure with the station's merged model after the last station round, instead of with each client's own.
+    at_station: bool = False
 
 
 class ServerState(NamedTuple):

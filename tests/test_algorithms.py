@@ -14,6 +14,7 @@ from quadratic import optimum, quadratic_rounds
 from tiny import CLASSES, tiny_backbone, tiny_federation
 
 from fedjax_dg import local, make_round
+from fedjax_dg.aggregators import mean
 from fedjax_dg.algorithms import (
     FedAvgHparams,
     FedIIRHparams,
@@ -81,7 +82,9 @@ def programs(method, backbone, optimizer):
     @jax.jit
     def train(hparams, received, examples, key):
         algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=2)
-        trained = local.train(backbone, algorithm, topology, received, received.origin, examples, key)
+        trained = local.train(
+            backbone, algorithm, topology, (mean(), mean()), True, received, received.origin, examples, key
+        )
         return trained, algorithm.report(backbone, received, trained.local, trained.steps, examples, key)
 
     return step, train

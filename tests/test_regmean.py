@@ -1,6 +1,7 @@
 """RegMean against numpy's least squares on the concatenated inputs, its closed forms, and how Grams are measured."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,25 @@ import pytest
 from tiny import tiny_backbone, tiny_federation
 
 from fedjax_dg import local, tree
-from fedjax_dg.aggregators import Gram, regmean, shrink
-from fedjax_dg.aggregators.regmean import add_grams, measure_grams
+from fedjax_dg.aggregators import Gram, measure_grams, regmean, shrink
+from fedjax_dg.aggregators.grams import add_grams, per_row
+from fedjax_dg.aggregators.regmean import merge_dense
 
 MODELS, WIDTH, OUT = 3, 6, 2
 ROWS = (20, 15, 30)
 
-merge = jax.jit(regmean, static_argnames="bias")
+
+class Layer(NamedTuple):
+    kernel: Any
+    bias: Any
+    info: Any
+
+
+@functools.partial(jax.jit, static_argnames="bias")
+def merge(kernels, biases, grams, weights, alpha=0.75, ridge=1e-6, bias="corrected"):
+    """One dense layer."""
+    kernel, offset, info = merge_dense({"layer": (kernels, biases, grams)}, weights, alpha, ridge, bias)
+    return Layer(kernel["layer"], offset["layer"], info["layer"])
 
 
 def layers(seed=0, models=MODELS, width=WIDTH):
@@ -237,7 +250,9 @@ def test_mean_bias_is_the_weighted_mean(x64):
 def test_an_unknown_bias_rule_names_the_nearest():
     kernels, biases = (jnp.asarray(x, jnp.float32) for x in layers())
     with pytest.raises(ValueError, match="did you mean 'corrected'"):
-        regmean(kernels, biases, gram(inputs()), jnp.ones(3), bias="correct")
+        regmean(
+            [{"x": {"kernel": k, "bias": b}} for k, b in zip(kernels, biases)], {"x": gram(inputs())}, bias="correct"
+        )
 
 
 # --- degenerate inputs ----------------------------------------------------------------------------------------------
@@ -308,7 +323,7 @@ def test_stacks_of_merges_equal_single_ones():
     grams = [jax.tree.map(lambda x: x.astype(jnp.float32), gram(inputs(s))) for s in (1, 6)]
     weights = jnp.array([[1.0, 1.0, 1.0], [2.0, 1.0, 0.0]])
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *grams)
-    together = jax.jit(jax.vmap(regmean))(kernels, biases, stacked, weights)
+    together = jax.jit(jax.vmap(merge))(kernels, biases, stacked, weights)
     for i in range(2):
         alone = merged(kernels[i], biases[i], grams[i], weights[i], 0.75, 1e-6)
         near(together.kernel[i], alone.kernel, 1e-5)
@@ -332,7 +347,8 @@ def client(padding=0, fill=0.0):
 
 def measure(padding=0, fill=0.0, gram="sum"):
     backbone, variables, examples = client(padding, fill)
-    return jax.jit(lambda v, e: measure_grams(backbone, v, e, jax.random.key(0), gram))(variables, examples)
+    finish = per_row if gram == "mean" else lambda grams: grams
+    return jax.jit(lambda v, e: finish(measure_grams(backbone, v, e)))(variables, examples)
 
 
 def expected_grams():
@@ -382,7 +398,8 @@ def test_mean_grams_are_per_row(monkeypatch):
 def test_a_client_without_examples_measures_zeros(rule):
     backbone, variables, examples = client()
     empty = examples._replace(mask=jnp.zeros(10, bool))
-    assert all(not x.any() for x in jax.tree.leaves(measure_grams(backbone, variables, empty, None, rule)))
+    grams = measure_grams(backbone, variables, empty)
+    assert all(not x.any() for x in jax.tree.leaves(per_row(grams) if rule == "mean" else grams))
 
 
 def test_a_station_adds_the_grams_of_its_active_clients():

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from fedjax_dg import tree
-from fedjax_dg.aggregators.mean import weighting_of
-from fedjax_dg.aggregators.regmean import BIASES, GRAMS, add_grams, measure_grams
-from fedjax_dg.aggregators.regmean import regmean as merge_dense
-from fedjax_dg.alignment.fot import align
+from fedjax_dg.aggregators.grams import (
+    GRAMS,
+    OVERSIZE,
+    GramForm,
+    add_all,
+    add_grams,
+    measure_grams,
+    per_row,
+    statistics_of,
+)
+from fedjax_dg.aggregators.mean import BN_POOLS, pool, weighting_of
+from fedjax_dg.aggregators.regmean import BIASES, merge_layers
+from fedjax_dg.alignment.fot import ASSIGNMENTS, COSTS, MATCHINGS, Matching, align_all
 from fedjax_dg.errors import unknown
-from fedjax_dg.types import Aggregator
+from fedjax_dg.types import Aggregator, Variables
 
 REFERENCES = ("previous_global", "first")
+GRAM_PLACES = ("training", "client", "station")
+PROBES = 4  # random inputs by which an alignment shows that it kept the function
 
 
 def hfedatm(
@@ -27,63 +36,130 @@ def hfedatm(
     epsilon: ArrayLike = 0.05,
     fot: bool = True,
     regmean: bool = True,
+    matching: str = "sequential",
+    propagate: bool = True,
+    cost: str = "squared",
+    assignment: str = "sinkhorn",
+    soft: bool = False,
     reference: str = "previous_global",
+    align_dense: bool = False,
     bias: str = "corrected",
     gram: str = "sum",
+    gram_at: str = "training",
+    max_gram: int = 4096,
+    oversize: str = "block",
+    rank: int = 64,
     weighting: str = "clients",
+    bn_pool: str = "naive",
 ) -> Aggregator:
     """Hierarchical aggregation with aligned filters (FOT) and RegMean on dense layers; replaces averaging at the server.
 
-    1. Every station's model is put into the filter order of the reference (``alignment.align``), Grams included.
+    1. Every station's model is put into the filter order of the reference (``alignment.align``); its Grams, and the states
+       of its clients that are shaped like parameters, move along.
     2. All leaves are averaged with weights gamma_e, by default the number of station e's active clients.
     3. The kernels and biases of the dense layers are replaced by ``regmean.regmean`` of the aligned models.
 
     ``alpha`` is the shrinkage of the Grams, ``ridge`` the pull towards the mean, ``epsilon`` Sinkhorn's regularisation in
     standard deviations of the cost; all three are traced. ``fot=False`` or ``regmean=False`` leaves a part out (both: a
-    weighted mean). ``reference``: ``previous_global`` (keeps the coordinates of the server, so states shaped like
-    parameters stay valid) or ``first`` (the paper's station 1). ``gram``: ``sum`` or ``mean`` over a client's rows.
+    weighted mean). ``matching``, ``propagate``, ``cost``, ``assignment``, ``soft``, ``align_dense``: see ``align``.
+    ``reference``: ``previous_global`` (keeps the coordinates of the server, so states shaped like parameters stay valid) or
+    ``first`` (the paper's station 1). ``bias``: see ``regmean``. ``bn_pool``: see ``mean.pool``.
 
-    Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats (LeNet-5:
-    182,063 floats; no example leaves). They are measured in one pass of its trained model over its own examples.
-    Info: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [S]; per dense layer ``residual``,
-    ``fallback``, ``raised`` (see ``regmean``).
+    Grams: ``gram``: ``sum`` or ``mean`` over a client's rows. ``gram_at``: ``training``, gathered from the forward passes of
+    the last local pass (the paper's last forward pass, at the cost of the products alone); ``client``, by one more
+    evaluation-mode pass of the client's trained model; ``station``, by one of the station's merged model (the authors'
+    release). Layers with more than ``max_gram`` inputs take the ``oversize`` form: ``block``, ``channel``, ``lowrank`` (of
+    that ``rank``) or ``diag`` (see ``grams.statistics``).
+
+    Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats, less in an
+    oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
+    Info: ``fot``: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [e], and ``outputs_moved`` [e], the largest
+    change of a logit by alignment on random inputs over the largest logit; ``regmean``: per dense layer ``residual``,
+    ``condition``, ``fallback``, ``raised`` (see ``regmean``), ``bytes`` that a client uploads for it.
 
     Deviations: permutations reach the next layer and the Grams, and Sinkhorn's plan is rounded to a permutation, so
     alignment never changes a model's function (the paper's summary and the authors' release do neither); the bias is
-    corrected and the solve ridged (see ``regmean``). Source: HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
+    corrected and the solve ridged (see ``regmean``). ``hfedatm_literal`` does without these.
+    Source: HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
     """
     for kind, given, allowed in (
         ("reference", reference, REFERENCES),
-        ("bias rule", bias, BIASES),
         ("gram", gram, GRAMS),
+        ("gram_at", gram_at, GRAM_PLACES),
+        ("matching", matching, MATCHINGS),
+        ("cost", cost, COSTS),
+        ("assignment", assignment, ASSIGNMENTS),
+        ("oversize form", oversize, OVERSIZE),
+        ("bias rule", bias, BIASES),
+        ("bn_pool", bn_pool, BN_POOLS),
     ):
         if given not in allowed:
             raise unknown(kind, given, allowed)
+    matched = Matching(epsilon, matching, cost, assignment, soft, propagate, align_dense)
+    form = GramForm(max_gram, oversize, rank)
+
+    def align(backbone, start, models, grams):
+        target = start if reference == "previous_global" else tree.take(models, 0)
+        aligned = align_all(models, target, backbone.groups, grams or None, matched)
+        moved = outputs_moved(backbone, models, aligned.variables)
+        info = {"fot": aligned.info, "outputs_moved": moved}
+        return aligned.variables, aligned.grams, aligned.orders if propagate else {}, info
 
     def merge(backbone, state, start, models, weights, grams):
+        merged = pool(models, weights, bn_pool)
         info = {}
-        if fot:
-            target = start if reference == "previous_global" else tree.take(models, 0)
-            models, grams, info["fot"] = jax.vmap(lambda m, g: align(m, target, backbone.groups, g, epsilon))(
-                models, grams
-            )
-        merged = tree.weighted_mean(models, weights)
         if regmean:
-            stacked = dict[str, Any](traverse_util.flatten_dict(models.params, sep="/"))
-            leaves = dict[str, Any](traverse_util.flatten_dict(merged.params, sep="/"))
-            info["regmean"] = {}
-            for layer, statistics in grams.items():
-                kernel, offset = f"{layer}/kernel", f"{layer}/bias"
-                biases = stacked.get(offset, jnp.zeros_like(stacked[kernel][:, 0]))  # a layer may have none
-                solved = merge_dense(stacked[kernel], biases, statistics, weights, alpha, ridge, bias)
-                leaves[kernel] = solved.kernel
-                if offset in leaves:
-                    leaves[offset] = solved.bias
-                info["regmean"][layer] = solved.info
-            merged = merged._replace(params=traverse_util.unflatten_dict(leaves, sep="/"))
+            holders = {layer: first for layer, first in backbone.dense_layers(start).items() if first in grams}
+            layers = {layer: grams[first] for layer, first in holders.items()}
+            merged, solved = merge_layers(merged, models, layers, weights, alpha, ridge, bias)
+            for layer, first in holders.items():
+                sizes = [x[0].nbytes for x in jax.tree.leaves(grams[first]) if layer == first]
+                solved[layer]["bytes"] = jnp.float32(sum(sizes))
+            info = {"regmean": solved}
         return tree.where(weights.sum() > 0, merged, start), state, info
 
-    rule = Aggregator(weigh=weighting_of(weighting), merge=merge)
+    rule = Aggregator(weigh=weighting_of(weighting), merge=merge, align=align if fot else None)
     if not regmean:
         return rule._replace(combine=lambda messages, weights: {}, measure=lambda *_: {})
-    return rule._replace(measure=functools.partial(measure_grams, gram=gram), combine=add_grams)
+    finish = per_row if gram == "mean" else lambda grams: grams
+    rule = rule._replace(combine=add_grams, at_station=gram_at == "station")
+    if gram_at == "training":
+        watch = functools.partial(statistics_of, form=form)
+        return rule._replace(watch=watch, add=add_all, measure=lambda *args: finish(args[-1]))
+    return rule._replace(measure=lambda *args: finish(measure_grams(*args[:3], form)))
+
+
+def hfedatm_literal(weighting: str = "clients", bn_pool: str = "naive") -> Aggregator:
+    """HFedATM word for word as the paper's summary has it, for ablation: alignment here does change the network.
+
+    Every convolution is matched to station 1's alone and only its outputs (kernel and bias) are reordered, neither the
+    next layer's inputs nor norms nor Grams; alpha = 0.75, a station's Gram is the mean of its clients', no ridge, biases
+    averaged. Upload and info: as ``hfedatm``. Source: HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
+    """
+    rule = hfedatm(
+        ridge=0.0,
+        matching="independent",
+        propagate=False,
+        reference="first",
+        bias="mean",
+        weighting=weighting,
+        bn_pool=bn_pool,
+    )
+
+    def combine(grams, weights):
+        count = jnp.maximum((weights > 0).sum(), 1)
+        return jax.tree.map(lambda x: x / count, add_grams(grams, weights))
+
+    return rule._replace(combine=combine)
+
+
+def outputs_moved(backbone, models: Variables, aligned: Variables) -> Float[Array, " e"]:
+    """Largest change of a logit on random inputs, over the largest logit, per model; 0 up to rounding if all is right."""
+    inputs = jax.random.normal(jax.random.key(0), (PROBES, *backbone.input_shape))
+
+    def change():
+        before, after = (jax.lax.map(lambda m: backbone.apply(m, inputs), x) for x in (models, aligned))
+        return jnp.abs(after - before).max((1, 2)) / jnp.maximum(jnp.abs(before).max((1, 2)), 1e-12)
+
+    same = jnp.stack([(a == b).all() for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(aligned))]).all()
+    return jax.lax.cond(same, lambda: jnp.zeros(jax.eval_shape(change).shape), change)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from fedjax_dg import tree
 from fedjax_dg.errors import unknown
-from fedjax_dg.types import Aggregator
+from fedjax_dg.types import Aggregator, Variables
 
 WEIGHTINGS: dict[str, Callable] = {
     "samples": lambda num_examples, num_clients: num_examples.astype(jnp.float32),
@@ -27,18 +27,44 @@ def weighting_of(name: str) -> Callable:
     return WEIGHTINGS[name]
 
 
-def mean(weighting: str = "samples") -> Aggregator:
+BN_POOLS = ("naive", "exact")
+
+
+def pool(models: Variables, weights: Float[Array, " n"], bn_pool: str = "naive") -> Variables:
+    """Weighted mean of models; their batch statistics as ``bn_pool`` says.
+
+    ``naive``: the mean of variances too. ``exact``: the variance of the mixture of what the models saw,
+    sum_e w_e (var_e + mu_e^2) - mu^2 with mu = sum_e w_e mu_e. ``ValueError`` for another name.
+    """
+    if bn_pool not in BN_POOLS:
+        raise unknown("pooling of batch statistics", bn_pool, BN_POOLS)
+    merged = tree.weighted_mean(models, weights)
+    if bn_pool == "naive" or not merged.batch_stats:
+        return merged
+
+    def spread(node):
+        if not {"mean", "var"} <= set(node):
+            return {name: spread(child) for name, child in node.items()}
+        mean = tree.weighted_mean(node["mean"], weights)
+        # as a spread about the mean: no difference of large numbers
+        return {**node, "mean": mean, "var": tree.weighted_mean(node["var"] + (node["mean"] - mean) ** 2, weights)}
+
+    return merged._replace(batch_stats=spread(models.batch_stats))
+
+
+def mean(weighting: str = "samples", bn_pool: str = "naive") -> Aggregator:
     """Weighted mean of models, theta = sum_e w_e theta_e / sum_e w_e: FedAvg's rule, HierFAVG's at both tiers.
 
     ``weighting``: ``samples`` (w = examples held), ``clients`` (w = clients that took part; 1 for a client itself) or
-    ``uniform``. With no weight at all (a station none of whose clients holds data) the start is kept.
+    ``uniform``. ``bn_pool``: see ``pool``. With no weight at all (a station none of whose clients holds data) the start
+    is kept.
 
     Upload: the model, nothing more. Source: McMahan et al., AISTATS 2017, https://arxiv.org/abs/1602.05629; Liu et al.,
     ICC 2020, https://arxiv.org/abs/1905.06641.
     """
 
     def merge(backbone, state, start, models, weights, messages):
-        return tree.where(weights.sum() > 0, tree.weighted_mean(models, weights), start), state, {}
+        return tree.where(weights.sum() > 0, pool(models, weights, bn_pool), start), state, {}
 
     return Aggregator(weigh=weighting_of(weighting), merge=merge)
 
@@ -63,12 +89,14 @@ def server_optimizer(aggregator: Aggregator, optimizer: optax.GradientTransforma
     return aggregator._replace(init=init, merge=merge)
 
 
-def fedavgm(server_lr: ArrayLike = 1.0, server_momentum: ArrayLike = 0.9, weighting: str = "samples") -> Aggregator:
+def fedavgm(
+    server_lr: ArrayLike = 1.0, server_momentum: ArrayLike = 0.9, weighting: str = "samples", bn_pool: str = "naive"
+) -> Aggregator:
     """Averaging with server momentum. Source: Hsu, Qi, Brown 2019, https://arxiv.org/abs/1909.06335.
 
     Client and server state: a momentum the size of the model, at the server. Upload: the model.
     """
-    return server_optimizer(mean(weighting), optax.sgd(jnp.asarray(server_lr), momentum=server_momentum))
+    return server_optimizer(mean(weighting, bn_pool), optax.sgd(jnp.asarray(server_lr), momentum=server_momentum))
 
 
 def fedadam(
@@ -77,11 +105,12 @@ def fedadam(
     server_b2: ArrayLike = 0.99,
     server_eps: ArrayLike = 1e-3,
     weighting: str = "samples",
+    bn_pool: str = "naive",
 ) -> Aggregator:
     """Averaging with Adam at the server. Source: Reddi et al., ICLR 2021, https://arxiv.org/abs/2003.00295.
 
     Upload: the model. Deviation: bias-corrected moments (optax's Adam), which the paper's FedAdam leaves out.
     """
     return server_optimizer(
-        mean(weighting), optax.adam(jnp.asarray(server_lr), b1=server_b1, b2=server_b2, eps=server_eps)
+        mean(weighting, bn_pool), optax.adam(jnp.asarray(server_lr), b1=server_b1, b2=server_b2, eps=server_eps)
     )

@@ -2,64 +2,163 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Float
 
-from fedjax_dg.alignment.groups import take_units
+from fedjax_dg import tree
+from fedjax_dg.aggregators.grams import Gram, LowRankGram
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.errors import unknown
-from fedjax_dg.local import sum_over_batches
-from fedjax_dg.types import Metrics
+from fedjax_dg.types import Metrics, PyTree, Variables
 
-BIASES = ("corrected", "mean")
-GRAMS = ("sum", "mean")
-
-
-class Gram(NamedTuple):
-    """What a dense layer's inputs X [m, d] looked like: sums over rows, so those of several clients simply add up."""
-
-    gram: Float[Array, "*e d d"]  # X^T X
-    total: Float[Array, "*e d"]  # sum of rows
-    rows: Float[Array, "*e"]  # m
-
-    def permute(self, order: Array, positions: int) -> Gram:
-        """The statistics of the same inputs with their units in another order (see ``alignment.take_units``)."""
-        gram = take_units(take_units(self.gram, order, 0, positions), order, 1, positions)
-        return Gram(gram, take_units(self.total, order, 0, positions), self.rows)
+BIASES = ("corrected", "augmented", "mean")
+POWER_STEPS = 12
 
 
 class Merged(NamedTuple):
-    """A merged dense layer and how the solve went."""
+    """A merged model and how each dense layer's solve went."""
 
-    kernel: Float[Array, "d o"]
-    bias: Float[Array, " o"]
-    info: Metrics
+    variables: Any
+    info: dict[str, Metrics]
 
 
-def measure_grams(backbone, variables, examples, key, gram: str = "sum") -> dict[str, Gram]:
-    """One evaluation-mode pass of a client's trained model over its own examples: a Gram per dense layer.
+class System(NamedTuple):
+    """S D = T, k systems of width c: D is the difference to the mean kernel."""
 
-    ``gram="mean"`` divides by the number of rows, so that every client counts the same.
+    matrix: Float[Array, "k c c"]
+    target: Float[Array, "k c o"]
+
+
+class Solution(NamedTuple):
+    """What ``solve`` found, and how reliable it is, per system."""
+
+    difference: Float[Array, "k c o"]
+    residual: Float[Array, " k"]  # relative
+    condition: Float[Array, " k"]  # estimated from below, of the matrix scaled to a unit diagonal
+    raised: Float[Array, " k"]  # 1 where it was not positive definite in float32, so its diagonal was raised
+
+
+def regmean(
+    models: Variables | Sequence[Any],
+    grams: dict[str, Any] | Sequence[dict[str, Any]],
+    weights: Float[Array, " e"] | None = None,
+    alpha: ArrayLike = 0.75,
+    ridge: ArrayLike = 1e-6,
+    bias: str = "corrected",
+) -> Merged:
+    """Merge models so that each dense layer answers on every model's inputs as that model's own layer does.
+
+    Per layer of ``grams``: W = argmin_W sum_e || X_e W - X_e W_e ||^2 with shrunken Grams
+    G_e = alpha X_e^T X_e + (1 - alpha) diag(X_e^T X_e), and a pull of strength r = ridge * trace(S) / d, S = sum_e G_e,
+    towards the weighted mean M of the kernels. Solved for the difference to that mean:
+    (S + r I)(W - M) = sum_e G_e (W_e - M), by Cholesky after Jacobi scaling, at highest precision; layers of one shape
+    in one batch, a low-rank Gram by Woodbury's identity. So equal models, a single model and never-active inputs give
+    the mean exactly, for every alpha and ridge. All other leaves take the weighted mean.
+
+    Bias: ``corrected`` is optimal for the merged W, b = sum_e m_e (b_e + (W_e - W)^T mu_e) / sum_e m_e, with row counts
+    m_e and mean inputs mu_e; ``augmented`` solves for W and b together, with the Gram of [x, 1] (whole Grams only; alpha
+    shrinks its last row too); ``mean`` is the weighted mean.
+
+    ``models``: a list of Variables or bare params, or Variables with a leading axis [e]; the result is of the same kind.
+    ``grams``: a list of ``grams_of(...)``, or that with a leading axis. ``weights`` [e] (of the means; None: equal): a model
+    of weight 0 is left out altogether.
+    Info per layer: ``residual`` (relative, of the solve), ``condition`` (estimate, of the scaled matrix), ``fallback`` (1.0
+    when no input was ever active, so W = M), ``raised`` (share of systems not positive definite in float32, whose
+    diagonal was raised a little). Raises ``ValueError`` for an unknown bias rule, layers that the models lack, lists of
+    different lengths.
+
+    Deviations: the paper has neither ridge nor bias correction; the authors' release has a ridge towards zero, which
+    shrinks weights and erases rows of inputs that are never active.
+    Source: Jin et al., ICLR 2023, https://arxiv.org/abs/2212.09849; HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
     """
+    bare = not isinstance(models, Variables) and not isinstance(models[0], Variables)
+    if not isinstance(models, Variables):
+        if not isinstance(grams, dict) and len(models) != len(grams):
+            raise ValueError(f"{len(models)} models but {len(grams)} Grams are given: give one for each model.")
+        models = _stack([Variables(m, {}) if bare else m for m in models])
+    if not isinstance(grams, dict):
+        grams = _stack(grams)
+    count = jax.tree.leaves(models)[0].shape[0]
+    weights = jnp.ones(count) if weights is None else weights
+    variables, info = merge_layers(tree.weighted_mean(models, weights), models, grams, weights, alpha, ridge, bias)
+    return Merged(variables.params if bare else variables, info)
 
-    def of_batch(batch):
-        def statistics(x):
-            x = jnp.where(batch.mask[:, None], x, 0.0)
-            return Gram(jnp.matmul(x.T, x, precision="highest"), x.sum(0), batch.mask.sum().astype(jnp.float32))
 
-        return {name: statistics(x) for name, x in backbone.dense_inputs(variables, batch.inputs).items()}
+def merge_layers(
+    merged: Variables,
+    models: Variables,
+    grams: dict[str, Any],
+    weights: Float[Array, " e"],
+    alpha: ArrayLike,
+    ridge: ArrayLike,
+    bias: str,
+) -> tuple[Variables, dict[str, Metrics]]:
+    """``merged`` with the dense layers of ``grams`` replaced by their ``regmean`` over ``models`` [e]."""
+    if bias not in BIASES:
+        raise unknown("bias rule", bias, BIASES)
+    stacked, layers = leaves_of(models), {}
+    for layer, statistics in grams.items():
+        kernel = f"params/{layer}/kernel"
+        if kernel not in stacked:
+            raise unknown("dense layer in grams", layer, [k[7:-7] for k in stacked if k.endswith("/kernel")])
+        layers[layer] = (stacked[kernel], stacked.get(f"params/{layer}/bias"), statistics)
+    kernels, biases, info = merge_dense(layers, weights, alpha, ridge, bias)
+    leaves = leaves_of(merged) | {f"params/{layer}/kernel": x for layer, x in kernels.items()}
+    return from_leaves(leaves | {f"params/{layer}/bias": x for layer, x in biases.items()}), info
 
-    grams = sum_over_batches(of_batch, examples)
-    if gram == "mean":
-        return {name: jax.tree.map(lambda x, m=jnp.maximum(g.rows, 1.0): x / m, g) for name, g in grams.items()}
-    return grams
 
+def merge_dense(
+    layers: dict[str, tuple[Float[Array, "e d o"], Float[Array, "e o"] | None, Any]],
+    weights: Float[Array, " e"],
+    alpha: ArrayLike,
+    ridge: ArrayLike,
+    bias: str,
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Metrics]]:
+    """``regmean`` of layers ``{name: (kernels, biases or None, statistics)}``: kernels [d, o], biases [o], info."""
+    shares = weights / jnp.maximum(weights.sum(), jnp.finfo(weights.dtype).tiny)
+    present = (weights > 0).astype(weights.dtype)
+    parts, means, systems, solutions = {}, {}, {}, {}
+    for name, (kernels, biases, statistics) in layers.items():
+        if bias == "augmented" and biases is not None:
+            kernels, statistics = augment(name, kernels, biases, statistics)
+        parts[name] = kernels, jax.tree.map(lambda x: x * present.reshape(-1, *[1] * (x.ndim - 1)), statistics)
+        means[name] = jnp.tensordot(shares, kernels, axes=1, precision="highest")
+        if isinstance(statistics, LowRankGram):
+            solutions[name] = solve_low_rank(*parts[name], means[name], alpha, ridge)
+        else:
+            systems[name] = normal_equations(*parts[name], means[name], alpha, ridge)
+    solutions |= solve_together(systems)
 
-def add_grams(grams: dict[str, Gram], weights: Float[Array, " n"]) -> dict[str, Gram]:
-    """Sum over the leading axis [n], leaving out models of weight zero."""
-    return jax.tree.map(lambda x: jnp.tensordot((weights > 0).astype(x.dtype), x, axes=1, precision="highest"), grams)
+    out_kernels, out_biases, info = {}, {}, {}
+    for name, (_, biases, _) in layers.items():
+        kernels, statistics = parts[name]
+        solution = solutions[name]
+        kernel = means[name] + unfold(solution.difference, kernels.shape[1])
+        power = statistics.diagonal if isinstance(statistics, LowRankGram) else _diagonals(statistics.gram)
+        fallback = power.sum() <= 0
+        info[name] = {
+            "residual": solution.residual.max(),
+            "condition": solution.condition.max(),
+            "fallback": fallback.astype(jnp.float32),
+            "raised": solution.raised.mean(),
+        }
+        if biases is None:
+            pass
+        elif bias == "augmented":
+            kernel, out_biases[name] = kernel[:-1], kernel[-1]
+        else:
+            out_biases[name] = jnp.tensordot(shares, biases, axes=1, precision="highest")
+            if bias == "corrected":
+                shifts = jnp.einsum("ei,eio->o", statistics.total, kernels - kernel, precision="highest")
+                moved = jnp.einsum("e,eo->o", statistics.rows, biases, precision="highest") + shifts
+                best = moved / jnp.maximum(statistics.rows.sum(), 1e-12)
+                out_biases[name] = jnp.where(fallback, out_biases[name], best)
+        out_kernels[name] = kernel
+    return out_kernels, out_biases, info
 
 
 def shrink(gram: Float[Array, "... d d"], alpha: ArrayLike) -> Float[Array, "... d d"]:
@@ -68,83 +167,141 @@ def shrink(gram: Float[Array, "... d d"], alpha: ArrayLike) -> Float[Array, "...
     return gram * (alpha + (1.0 - alpha) * diagonal)
 
 
-def regmean(
-    kernels: Float[Array, "e d o"],
-    biases: Float[Array, "e o"],
-    grams: Gram,
-    weights: Float[Array, " e"],
-    alpha: ArrayLike = 0.75,
-    ridge: ArrayLike = 1e-6,
-    bias: str = "corrected",
-) -> Merged:
-    """Merge a dense layer of e models so that it answers on every model's inputs as that model's own layer does.
+def augment(name: str, kernels: Array, biases: Array, statistics: Any) -> tuple[Array, Gram]:
+    """The layers [W; b] and the Grams of their inputs [x, 1]."""
+    if isinstance(statistics, LowRankGram) or statistics.gram.ndim != 3:
+        raise ValueError(
+            f"bias=augmented needs the whole Gram of {name}, which is kept in parts: raise max_gram or choose bias=corrected."
+        )
+    gram, total, rows = statistics
+    column = jnp.concatenate([total, rows[:, None]], axis=1)[..., None]
+    whole = jnp.concatenate([jnp.concatenate([gram, total[:, None]], axis=1), column], axis=2)
+    return jnp.concatenate([kernels, biases[:, None]], axis=1), Gram(whole, column[..., 0], rows)
 
-    W = argmin_W sum_e || X_e W - X_e W_e ||^2 with shrunken Grams G_e = alpha X_e^T X_e + (1 - alpha) diag(X_e^T X_e), and
-    a pull of strength r = ridge * trace(S) / d, S = sum_e G_e, towards the weighted mean M of the kernels. Solved for the
-    difference to that mean: (S + r I)(W - M) = sum_e G_e (W_e - M), by Cholesky after Jacobi scaling, at highest
-    precision. So equal models, a single model and never-active inputs give the mean exactly, for every alpha and ridge.
 
-    Bias: ``corrected`` is optimal for the merged W, b = sum_e m_e (b_e + (W_e - W)^T mu_e) / sum_e m_e, with row counts
-    m_e and mean inputs mu_e; ``mean`` is the weighted mean.
+def normal_equations(
+    kernels: Float[Array, "e d o"], statistics: Gram, mean: Float[Array, "d o"], alpha: ArrayLike, ridge: ArrayLike
+) -> System:
+    """The systems of a layer, one a block of its Gram."""
+    blocks = statistics.gram if statistics.gram.ndim == 4 else statistics.gram[:, None]
+    shrunken = shrink(blocks, alpha)
+    matrix = shrunken.sum(0)
+    differences = fold(kernels - mean, blocks.shape[-1], blocks.shape[1])
+    target = jnp.einsum("ekij,ekjo->kio", shrunken, differences, precision="highest")
+    power = _diagonals(matrix).mean()
+    pull = jnp.where(power > 0, ridge * power, 1.0)
+    return System(matrix + pull * jnp.eye(matrix.shape[-1], dtype=matrix.dtype), target)
 
-    Shapes: ``kernels`` [e, d, o], ``biases`` [e, o], ``grams`` with leading axis e, ``weights`` [e] (of the mean only).
-    Info: ``residual`` (relative, of the solve), ``fallback`` (1.0 when no input was ever active, so W = M) and ``raised``
-    (1.0 when the system was not positive definite in float32, so its diagonal was raised a little).
 
-    Deviations: the paper has neither ridge nor bias correction; the authors' release has a ridge towards zero, which
-    shrinks weights and erases rows of inputs that are never active.
-    Source: Jin et al., ICLR 2023, https://arxiv.org/abs/2212.09849; HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
+def fold(x: Float[Array, "e d o"], width: int, blocks: int) -> Float[Array, "e k c p"]:
+    """Rows of a kernel as k blocks of ``width``; where one block serves all positions, these become further outputs."""
+    models, _, outputs = x.shape
+    if blocks > 1:
+        return x.reshape(models, blocks, width, outputs)
+    return x.reshape(models, -1, width, outputs).swapaxes(1, 2).reshape(models, 1, width, -1)
+
+
+def unfold(x: Float[Array, "k c p"], rows: int) -> Float[Array, "d o"]:
+    """The inverse of ``fold`` for one model, d = ``rows``."""
+    blocks, width, _ = x.shape
+    return x.reshape(blocks, width, rows // (blocks * width), -1).swapaxes(1, 2).reshape(rows, -1)
+
+
+def solve_together(systems: dict[str, System]) -> dict[str, Solution]:
+    """``solve``, with systems of one shape in one batch."""
+    by_shape: dict[tuple, list[str]] = {}
+    for name, system in systems.items():
+        by_shape.setdefault(system.target.shape[1:], []).append(name)
+    solutions = {}
+    for names in by_shape.values():
+        solution = solve(System(*(jnp.concatenate(x) for x in zip(*(systems[n] for n in names)))))
+        start = 0
+        for name in names:
+            stop = start + len(systems[name].matrix)
+            solutions[name] = jax.tree.map(lambda x, i=start, j=stop: x[i:j], solution)
+            start = stop
+    return solutions
+
+
+def solve(system: System) -> Solution:
+    """Cholesky of the matrices scaled to a unit diagonal: a shrunken Gram's condition is then at most 3 c + 1 at 0.75.
+
+    With alpha = 1 and fewer rows than inputs one can be singular; where Cholesky fails, the diagonal is raised by c eps,
+    and ``raised`` says so.
     """
-    if bias not in BIASES:
-        raise unknown("bias rule", bias, BIASES)
-    present = (weights > 0).astype(kernels.dtype)
-    shares = weights / jnp.maximum(weights.sum(), jnp.finfo(kernels.dtype).tiny)
-    mean_kernel = jnp.tensordot(shares, kernels, axes=1, precision="highest")
-    shrunken = shrink(grams.gram, alpha) * present[:, None, None]
-    system = shrunken.sum(0)
-    trace = jnp.trace(system)
-    fallback = trace <= 0
-    system = system + jnp.where(fallback, 1.0, ridge * trace / system.shape[0]) * jnp.eye(system.shape[0])
-    target = jnp.einsum("eij,ejo->io", shrunken, kernels - mean_kernel, precision="highest")
-    difference, raised = _solve(system, target)
-    kernel = mean_kernel + difference
-
-    error = jnp.matmul(system, difference, precision="highest") - target
-    size = jnp.linalg.norm(target)
-    info = {
-        "residual": jnp.linalg.norm(error) / jnp.where(size > 0, size, 1.0),
-        "fallback": fallback.astype(jnp.float32),
-        "raised": raised.astype(jnp.float32),
-    }
-    mean_bias = jnp.tensordot(shares, biases, axes=1, precision="highest")
-    if bias == "mean":
-        return Merged(kernel, mean_bias, info)
-    rows = grams.rows * present
-    shifts = jnp.einsum("ei,eio->eo", grams.total * present[:, None], kernels - kernel, precision="highest")
-    corrected = (jnp.einsum("e,eo->o", rows, biases, precision="highest") + shifts.sum(0)) / jnp.maximum(
-        rows.sum(), 1e-12
-    )
-    return Merged(kernel, jnp.where(fallback, mean_bias, corrected), info)
-
-
-def _solve(system: Float[Array, "d d"], target: Float[Array, "d o"]) -> tuple[Float[Array, "d o"], Bool[Array, ""]]:
-    """Cholesky of the matrix scaled to a unit diagonal: a shrunken Gram's condition is then at most (3 d + 1) at 0.75.
-
-    With alpha = 1 and fewer rows than inputs it can be singular; where Cholesky fails, the diagonal is raised by d eps,
-    and the second result says so.
-    """
-    diagonal = jnp.diagonal(system)
+    matrix, target = system
+    width = matrix.shape[-1]
+    diagonal = _diagonals(matrix)
     # without a ridge a never-active input has a zero row, column and target: any positive scale gives it zero
     dead = diagonal <= 0
     scale = 1.0 / jnp.sqrt(jnp.where(dead, 1.0, diagonal))
-    scaled = system * scale[:, None] * scale[None, :] + jnp.diag(dead.astype(system.dtype))
-    least = len(system) * jnp.finfo(system.dtype).eps
+    one = jnp.eye(width, dtype=matrix.dtype)
+    scaled = matrix * scale[:, :, None] * scale[:, None, :] + dead[:, :, None] * one
     with jax.default_matmul_precision("highest"):
         factor = jnp.linalg.cholesky(scaled)
-        definite = jnp.isfinite(factor).all()
-        factor = jax.lax.cond(
-            definite,
-            lambda: factor,
-            lambda: jnp.linalg.cholesky(scaled + least * jnp.eye(len(system), dtype=system.dtype)),
-        )
-        return scale[:, None] * jax.scipy.linalg.cho_solve((factor, True), scale[:, None] * target), ~definite
+        definite = jnp.isfinite(factor).all((1, 2))
+        least = jnp.where(definite, 0.0, width * jnp.finfo(matrix.dtype).eps)[:, None, None]
+        factor = jax.lax.cond(definite.all(), lambda: factor, lambda: jnp.linalg.cholesky(scaled + least * one))
+        apply_inverse = jax.vmap(lambda f, x: jax.scipy.linalg.cho_solve((f, True), x))
+        difference = scale[..., None] * apply_inverse(factor, scale[..., None] * target)
+        error = jnp.linalg.norm(jnp.matmul(matrix, difference) - target, axis=(1, 2))
+        # no eigenvalue is above a pivot's square: an estimate from below, for no more than a few products
+        condition = largest(scaled) / jnp.minimum((_diagonals(factor) ** 2).min(1), 1.0)
+    size = jnp.linalg.norm(target, axis=(1, 2))
+    residual = error / jnp.where(size > 0, size, 1.0)
+    return Solution(difference, residual, condition, 1.0 - definite.astype(jnp.float32))
+
+
+def largest(matrices: Float[Array, "k c c"]) -> Float[Array, " k"]:
+    """Largest eigenvalue of positive definite matrices by power iteration, from below."""
+    width = matrices.shape[-1]
+    start = jnp.broadcast_to(
+        jax.random.normal(jax.random.key(0), (width, 1), matrices.dtype), (len(matrices), width, 1)
+    )
+
+    def step(_, x):
+        x = matrices @ x
+        return x / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+    return jnp.linalg.norm(matrices @ jax.lax.fori_loop(0, POWER_STEPS, step, start / width**0.5), axis=(1, 2))
+
+
+def solve_low_rank(
+    kernels: Float[Array, "e d o"],
+    statistics: LowRankGram,
+    mean: Float[Array, "d o"],
+    alpha: ArrayLike,
+    ridge: ArrayLike,
+) -> Solution:
+    """The same for Grams F_e^T F_e + a diagonal, by Woodbury's identity on S = D^(1/2) (I + U U^T) D^(1/2)."""
+    factor, diagonal = statistics.factor, statistics.diagonal
+    rest = jnp.maximum(diagonal - alpha * (factor**2).sum(1), 0.0)  # what alpha F^T F leaves of the diagonal
+    differences = kernels - mean
+    with jax.default_matmul_precision("highest"):
+
+        def times(x):  # sum_e G_e x_e, of one x for all models or of one each
+            x = jnp.broadcast_to(x, (len(factor), *x.shape[-2:]))
+            return (alpha * factor.swapaxes(1, 2) @ (factor @ x) + rest[..., None] * x).sum(0)
+
+        power = diagonal.sum(0).mean()
+        pull = jnp.where(power > 0, ridge * power, 1.0)
+        own = rest.sum(0) + pull
+        own = jnp.where(own > 0, own, 1.0)
+        u = (jnp.sqrt(alpha) * factor.reshape(-1, factor.shape[-1])).T / jnp.sqrt(own)[:, None]  # [d, e r]
+        inner = jnp.eye(u.shape[1], dtype=u.dtype) + u.T @ u
+        target = times(differences)
+        scaled = target / jnp.sqrt(own)[:, None]
+        scaled = scaled - u @ jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(inner), u.T @ scaled)
+        difference = scaled / jnp.sqrt(own)[:, None]
+        error = jnp.linalg.norm(times(difference) + pull * difference - target)
+        condition = largest(inner[None])  # no other eigenvalue of the scaled matrix is below 1
+    size = jnp.linalg.norm(target)
+    return Solution(difference[None], (error / jnp.where(size > 0, size, 1.0))[None], condition, jnp.zeros(1))
+
+
+def _diagonals(matrices: Float[Array, "*k c c"]) -> Float[Array, "*k c"]:
+    return jnp.diagonal(matrices, axis1=-2, axis2=-1)
+
+
+def _stack(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(leaf) for leaf in x]), *trees)

@@ -42,13 +42,14 @@ def classify(backbone, params: PyTree, local: Local, batch: Examples, key):
 def classification_loss(backbone, params, received, local, batch, key):
     """FedAvg's loss, in the form that ``gradient_step`` takes."""
     value, forward = classify(backbone, params, local, batch, key)
-    return value, (forward.batch_stats, {})
+    return value, (forward, {})
 
 
 def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, correct: Callable | None = None) -> Callable:
     """An ``Algorithm.step``: descend ``loss`` with ``optimizer``.
 
-    ``loss(backbone, params, received, local, batch, key) -> (value, (batch_stats, metrics))``. ``correct(gradient,
+    ``loss(backbone, params, received, local, batch, key) -> (value, (forward, metrics))``, ``forward`` being the pass over the
+    batch. ``correct(gradient,
     received, local) -> gradient`` is applied before the optimizer; where it is given, ``local.tally`` sums the raw
     gradients (for ``mean_gradient``).
     """
@@ -56,14 +57,15 @@ def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, corre
     def step(backbone, received, local, batch, key):
         params = local.variables.params
         objective = functools.partial(loss, backbone)
-        (value, (batch_stats, metrics)), gradient = jax.value_and_grad(objective, has_aux=True)(
+        (value, (forward, metrics)), gradient = jax.value_and_grad(objective, has_aux=True)(
             params, received, local, batch, key
         )
         tally = local.tally if correct is None else jax.tree.map(jnp.add, local.tally, gradient)
         direction = gradient if correct is None else correct(gradient, received, local)
         updates, state = optimizer.update(direction, local.optimizer, params)
-        variables = Variables(optax.apply_updates(params, updates), batch_stats)
-        return local._replace(variables=variables, optimizer=state, tally=tally), {"loss": value, **metrics}
+        variables = Variables(optax.apply_updates(params, updates), forward.batch_stats)
+        local = local._replace(variables=variables, optimizer=state, tally=tally, seen=forward.dense_inputs)
+        return local, {"loss": value, **metrics}
 
     return step
 
@@ -107,29 +109,53 @@ def keep_optimizer(algorithm: Algorithm) -> Algorithm:
     Adds the optimizer's state to what a client stores; uploads nothing more.
     """
 
+    def first(backbone, start):
+        received = Received(start.variables, start.shared, start.station, start.client)
+        return algorithm.begin(backbone, received, start.client)[0]
+
+    return _keep(algorithm, first, lambda local: local.optimizer, lambda local, kept: local._replace(optimizer=kept))
+
+
+def keep_batch_stats(algorithm: Algorithm) -> Algorithm:
+    """The same method with every client training on its own running batch statistics (``bn_pool="local"``).
+
+    They are uploaded with the model all the same, so the server's model has the mean of them to be judged with; a client
+    just does not read that. Source of the idea: Li et al., ICLR 2021, https://arxiv.org/abs/2102.07623 (FedBN, which
+    keeps the norm's scale and bias local too).
+    """
+
+    def put(local, kept):
+        return local._replace(variables=local.variables._replace(batch_stats=kept))
+
+    return _keep(
+        algorithm, lambda backbone, start: start.variables.batch_stats, lambda local: local.variables.batch_stats, put
+    )
+
+
+def _keep(algorithm: Algorithm, first: Callable, get: Callable, put: Callable) -> Algorithm:
+    """A method whose clients keep a part of ``Local``: ``first(backbone, start)``, then what the last step left."""
+
     def init(backbone, variables, key):
         start = algorithm.init(backbone, variables, key)
-        received = Received(start.variables, start.shared, start.station, start.client)
-        return start._replace(client=(start.client, algorithm.begin(backbone, received, start.client)[0]))
+        return start._replace(client=(start.client, first(backbone, start)))
 
     def inside(received):
         return received._replace(origin=received.origin[0])
 
     def begin(backbone, received, client):
-        inner, optimizer = client
-        return optimizer, algorithm.begin(backbone, inside(received), inner)[1]
+        return algorithm.begin(backbone, inside(received), client[0])
 
     def step(backbone, received, local, batch, key):
-        inner, optimizer = local.client
-        moved, metrics = algorithm.step(backbone, inside(received), local._replace(client=inner), batch, key)
-        return moved._replace(client=(moved.client, optimizer)), metrics
+        inner, kept = local.client
+        moved, metrics = algorithm.step(backbone, inside(received), put(local._replace(client=inner), kept), batch, key)
+        return moved._replace(client=(moved.client, get(moved))), metrics
 
     def report(backbone, received, local, steps, examples, key):
-        inner, _ = local.client
+        inner, kept = local.client
         inner, message = algorithm.report(
             backbone, inside(received), local._replace(client=inner), steps, examples, key
         )
-        return (inner, local.optimizer), message
+        return (inner, kept), message
 
     hooks = {}
     if (inner_survey := algorithm.survey) is not None:

@@ -62,6 +62,6 @@ def fediir(hparams: FedIIRHparams = FedIIRHparams(), optimizer: Callable = momen
             params["head"]
         )
         penalty = optax.tree.norm(optax.tree.sub(gradient, received.shared), squared=True)
-        return value + hparams.gamma * penalty, (forward.batch_stats, {"penalty": penalty})
+        return value + hparams.gamma * penalty, (forward, {"penalty": penalty})
 
     return gradient_method(loss, optimizer(hparams.client_lr), init=init, survey=survey, digest=digest)

@@ -28,6 +28,6 @@ def fedprox(hparams: FedProxHparams = FedProxHparams(), optimizer: Callable = mo
     def loss(backbone, params, received, local, batch, key):
         value, forward = classify(backbone, params, local, batch, key)
         distance = optax.tree.norm(optax.tree.sub(params, received.variables.params), squared=True)
-        return value + 0.5 * hparams.mu * distance, (forward.batch_stats, {"distance": distance})
+        return value + 0.5 * hparams.mu * distance, (forward, {"distance": distance})
 
     return gradient_method(loss, optimizer(hparams.client_lr))

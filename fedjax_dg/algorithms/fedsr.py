@@ -12,6 +12,7 @@ from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Float
 
 from fedjax_dg.algorithms.common import cross_entropy, masked_mean, momentum
+from fedjax_dg.alignment.groups import read_by
 from fedjax_dg.errors import unknown
 from fedjax_dg.types import Algorithm, Start, Variables
 
@@ -92,7 +93,7 @@ def fedsr(
 
     def adapt(backbone):
         module = Gaussian(backbone.module, backbone.num_features)
-        return dataclasses.replace(backbone, module=module)
+        return dataclasses.replace(backbone, module=module, groups=read_by(backbone.groups, "head", "posterior"))
 
     def init(backbone, variables, key):
         shape = (backbone.num_classes, backbone.num_features)
@@ -116,16 +117,21 @@ def fedsr(
         kl = gaussian_kl(mean, std, reference.mean[batch.labels], target_std[batch.labels]).sum(-1)
         cmi = masked_mean(kl, batch.mask)
         metrics = {"cross_entropy": error, "l2": l2, "cmi": cmi}
-        return error + hparams.l2 * l2 + hparams.cmi * cmi, (forward.batch_stats, metrics)
+        return error + hparams.l2 * l2 + hparams.cmi * cmi, (forward, metrics)
 
     def step(backbone, received, local, batch, key):
         trained = (local.variables.params, local.client)
-        (value, (batch_stats, metrics)), gradient = jax.value_and_grad(loss, has_aux=True)(
+        (value, (forward, metrics)), gradient = jax.value_and_grad(loss, has_aux=True)(
             trained, backbone, local.variables.batch_stats, batch, key
         )
         updates, state = descent.update(gradient, local.optimizer, trained)
         params, reference = jax.tree.map(jnp.add, trained, updates)
-        local = local._replace(variables=Variables(params, batch_stats), optimizer=state, client=reference)
+        local = local._replace(
+            variables=Variables(params, forward.batch_stats),
+            optimizer=state,
+            client=reference,
+            seen=forward.dense_inputs,
+        )
         return local, {"loss": value, **metrics}
 
     def predict(backbone, variables, inputs, key):

@@ -1,19 +1,23 @@
 """Permutation groups: which axes of which leaves share one hidden-unit order.
 
 Reordering a layer's outputs leaves a network's function unchanged only when everything that lives in that order moves
-along: the layer's bias, the norm after it, the next layer's input axis, a Gram matrix of that input. A ``Group`` names
-all of it, once, beside the architecture.
+along: the layer's bias, the norm after it, the next layer's input axis, a Gram matrix of that input, a control variate
+or a moment shaped like the parameters. A ``Group`` names all of it, once, beside the architecture.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from fedjax_dg.types import Variables
+from fedjax_dg.types import PyTree, Variables
+
+Order = Array  # old unit per place [c], or a plan [c, c] whose rows mix old units
 
 
 class Axis(NamedTuple):
@@ -33,7 +37,9 @@ class Group(NamedTuple):
     followers: tuple[Axis, ...]  # biases and norm leaves of the same units
     consumers: tuple[Axis, ...]  # kernels whose input axis this is
     grams: tuple[tuple[str, int], ...] = ()  # (dense layer, positions): Gram matrices of that layer's input
-    norm_groups: int = 1  # a group norm reads these units: only whole norm groups, and units within one, may change places
+    norm_groups: int = (
+        1  # a group norm reads these units: only whole norm groups, and units within one, may change places
+    )
 
 
 def leaves_of(variables: Variables) -> dict[str, Any]:
@@ -41,14 +47,25 @@ def leaves_of(variables: Variables) -> dict[str, Any]:
     return dict(traverse_util.flatten_dict(variables._asdict(), sep="/"))
 
 
-def take_units(x: Array, order: Int[Array, " c"], axis: int, positions: int = 1) -> Array:
-    """``x`` with unit ``order[a]`` at place a of ``axis``; within each of ``positions`` blocks after a flatten."""
+def from_leaves(leaves: Mapping[str, Any]) -> Variables:
+    """The model of those leaves; an empty ``batch_stats`` leaves no path behind in the flat form."""
+    return Variables(**{"batch_stats": {}, **traverse_util.unflatten_dict(dict(leaves), sep="/")})
+
+
+def take_units(x: Array, order: Order, axis: int, positions: int = 1) -> Array:
+    """``x`` with unit ``order[a]`` at place a of ``axis``; within each of ``positions`` blocks after a flatten.
+
+    A plan [c, c] in place of an order puts the mixture sum_b plan[a, b] unit_b there.
+    """
     shape = x.shape
     x = x.reshape(*shape[:axis], positions, -1, *shape[axis + 1 :])
-    return jnp.take(x, order, axis=axis + 1).reshape(shape)
+    if order.ndim == 1:
+        return jnp.take(x, order, axis=axis + 1).reshape(shape)
+    mixed = jnp.tensordot(order.astype(x.dtype), x, axes=(1, axis + 1), precision="highest")
+    return jnp.moveaxis(mixed, 0, axis + 1).reshape(shape)
 
 
-def permute(variables: Variables, group: Group, order: Int[Array, " c"]) -> Variables:
+def permute(variables: Variables, group: Group, order: Order) -> Variables:
     """Reorder one group's units throughout a model: same function, another basis.
 
     ``order[a]`` is the old unit that comes to place a. Raises ``KeyError`` for a leaf that the model does not have.
@@ -56,5 +73,60 @@ def permute(variables: Variables, group: Group, order: Int[Array, " c"]) -> Vari
     leaves = leaves_of(variables)
     for axis in (*group.producers, *group.followers, *group.consumers):
         leaves[axis.leaf] = take_units(leaves[axis.leaf], order, axis.axis, axis.positions)
-    # an empty batch_stats leaves no path behind in the flat form
-    return Variables(**{"batch_stats": variables.batch_stats, **traverse_util.unflatten_dict(leaves, sep="/")})
+    return from_leaves(leaves)
+
+
+def permute_grams(grams: PyTree, group: Group, order: Order) -> PyTree:
+    """Gram statistics ``{layer: Gram}`` of the same inputs in the group's new order."""
+    moved = {layer: grams[layer].permute(order, positions) for layer, positions in group.grams if layer in grams}
+    return {**grams, **moved}
+
+
+def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders: Mapping[str, Order]) -> PyTree:
+    """``state`` with everything in it that lives in the coordinates of ``variables`` put into the new order.
+
+    That is: every subtree with the structure and shapes of the parameters (control variates, mean gradients, optimizer
+    moments) or of the whole model, and every ``{layer: Gram}``. Other leaves stay.
+    """
+
+    def shapes(tree):
+        return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
+
+    like_model, like_params = shapes(variables), shapes(variables.params)
+
+    def moves(node):
+        return shapes(node) in (like_model, like_params) or is_grams(node)
+
+    def is_grams(node):
+        return isinstance(node, dict) and bool(node) and all(hasattr(x, "permute") for x in node.values())
+
+    def move(node):
+        if is_grams(node):
+            for group in groups:
+                if group.name in orders:
+                    node = permute_grams(node, group, orders[group.name])
+            return node
+        if not moves(node):
+            return node
+        whole = node if shapes(node) == like_model else variables._replace(params=node)
+        for group in groups:
+            if group.name in orders:
+                whole = permute(whole, group, orders[group.name])
+        return whole if shapes(node) == like_model else whole.params
+
+    return jax.tree.map(move, state, is_leaf=moves)
+
+
+def read_by(groups: tuple[Group, ...], old: str, new: str) -> tuple[Group, ...]:
+    """The groups of a network in which the dense layer ``new`` reads what ``old`` used to read."""
+
+    def renamed(axis):
+        return axis._replace(leaf=f"params/{new}/kernel") if axis.leaf == f"params/{old}/kernel" else axis
+
+    return tuple(
+        group._replace(
+            consumers=tuple(renamed(axis) for axis in group.consumers),
+            grams=tuple((new if layer == old else layer, positions) for layer, positions in group.grams),
+        )
+        for group in groups
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,11 +17,12 @@ from fedjax_dg.types import Key, Variables
 
 
 class Forward(NamedTuple):
-    """A training-mode pass: features z, logits, and the batch statistics it leaves behind."""
+    """A training-mode pass: features z, logits, the batch statistics it leaves behind, what each ``nn.Dense`` read."""
 
     z: Float[Array, "B D"]
     logits: Float[Array, "B K"]
     batch_stats: dict
+    dense_inputs: dict[str, Float[Array, "B *t d"]]  # by layer; costs nothing where no one asks for it
 
 
 def scale_pixels(inputs: Array) -> Array:
@@ -72,27 +74,48 @@ class Backbone:
             z = module.features(x, train=True, mask=mask)
             return z, module.classify(z)
 
-        (z, logits), changed = self.module.apply(
-            variables._asdict(),
-            self.transform(inputs),
-            method=both,
-            mutable=["batch_stats"],
-            rngs={"dropout": key},
-        )
-        return Forward(z, logits, dict(changed).get("batch_stats", variables.batch_stats))
+        with tapped() as seen:
+            (z, logits), changed = self.module.apply(
+                variables._asdict(),
+                self.transform(inputs),
+                method=both,
+                mutable=["batch_stats"],
+                rngs={"dropout": key},
+            )
+        return Forward(z, logits, dict(changed).get("batch_stats", variables.batch_stats), seen)
 
-    def dense_inputs(self, variables: Variables, inputs: Array) -> dict[str, Float[Array, "B d"]]:
+    def dense_inputs(self, variables: Variables, inputs: Array) -> dict[str, Float[Array, "B *t d"]]:
         """What each ``nn.Dense`` reads in an evaluation-mode pass, by layer name, rows = examples."""
-        seen = {}
-
-        def tap(next_method, args, kwargs, context):
-            if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
-                seen["/".join(context.module.path)] = args[0]
-            return next_method(*args, **kwargs)
-
-        with nn.intercept_methods(tap):
+        with tapped() as seen:
             self.apply(variables, inputs)
         return seen
+
+    def dense_layers(self, variables: Variables) -> dict[str, str]:
+        """Every ``nn.Dense``, in order, and the first one that reads the same input: that one's Gram serves both."""
+        found = {}
+        example = jax.ShapeDtypeStruct((1, *self.input_shape), jnp.float32)
+        jax.eval_shape(lambda v, x: found.update(first_readers(self.dense_inputs(v, x))), variables, example)
+        return found
+
+
+@contextlib.contextmanager
+def tapped() -> Iterator[dict[str, Array]]:
+    """Context: what every ``nn.Dense`` reads while it lasts, by layer name."""
+    seen = {}
+
+    def tap(next_method, args, kwargs, context):
+        if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
+            seen["/".join(context.module.path)] = args[0]
+        return next_method(*args, **kwargs)
+
+    with nn.intercept_methods(tap):
+        yield seen
+
+
+def first_readers(seen: dict[str, Array]) -> dict[str, str]:
+    """Layer -> the first layer that read the very same array."""
+    firsts: dict[int, str] = {}
+    return {layer: firsts.setdefault(id(x), layer) for layer, x in seen.items()}
 
 
 def max_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:

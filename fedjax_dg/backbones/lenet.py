@@ -7,9 +7,9 @@ from collections.abc import Callable
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from fedjax_dg.alignment.groups import Axis, Group
 from fedjax_dg.backbones.backbone import ACTIVATIONS, POOLINGS, Backbone, max_pool
 from fedjax_dg.backbones.convolution import convolution
+from fedjax_dg.backbones.layers import groups_of, sequence
 from fedjax_dg.errors import unknown
 
 
@@ -44,27 +44,23 @@ class LeNet5(nn.Module):
         return self.activation(self.pool(x)) if self.pool is max_pool else self.pool(self.activation(x))
 
 
-def _conv_group(name: str, size: int, consumer: str, positions: int = 1, gram: bool = False) -> Group:
-    axis = 0 if gram else 2
-    return Group(
-        name=name,
-        size=size,
-        producers=(Axis(f"params/{name}/kernel", 3),),
-        followers=(Axis(f"params/{name}/bias", 0),),
-        consumers=(Axis(f"params/{consumer}/kernel", axis, positions),),
-        grams=((consumer, positions),) if gram else (),
-    )
-
-
-def lenet5(num_classes: int, activation: str = "relu", pooling: str = "max") -> Backbone:
+def lenet5(
+    num_classes: int, image_size: int | tuple[int, int] = 32, activation: str = "relu", pooling: str = "max"
+) -> Backbone:
     """LeNet-5 for [B, 32, 32, 3] images; 61,666 parameters at 6 classes, features of width 84.
 
     ``activation`` is ``relu`` or ``tanh``, ``pooling`` ``max`` or ``avg``; the HFedATM authors' release uses tanh and avg.
+    Raises ``ValueError`` for other names and for any other ``image_size``.
     Source: LeCun et al., Proc. IEEE 1998, http://yann.lecun.com/exdb/publis/pdf/lecun-01a.pdf.
 
     >>> lenet5(num_classes=6).num_features
     84
     """
+    if image_size not in (32, (32, 32)):
+        raise ValueError(
+            f"lenet5 takes images of 32 x 32 pixels, not image_size={image_size}: give 32 or a backbone for larger images, "
+            "such as resnet18."
+        )
     if activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
     if pooling not in POOLINGS:
@@ -74,9 +70,5 @@ def lenet5(num_classes: int, activation: str = "relu", pooling: str = "max") -> 
         input_shape=(32, 32, 3),
         num_features=84,
         num_classes=num_classes,
-        groups=(
-            _conv_group("conv1", 6, consumer="conv2"),
-            # flatten is [5, 5, 16] -> 400 with the channel running fastest
-            _conv_group("conv2", 16, consumer="dense1", positions=25, gram=True),
-        ),
+        groups=groups_of(sequence((6, 16), (120, 84), positions=25)),  # the flatten is of [5, 5, 16]
     )
