@@ -1,4 +1,4 @@
-"""The command line: ``fedjax-dg run | table | data``. A thin layer over functions that Python has too."""
+"""The command line: ``fedjax-dg run | table | plot | data``. A thin layer over functions that Python has too."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from fedjax_dg.experiment import (
     run_grid,
     table_title,
 )
+from fedjax_dg.plots import plot_alignment
 from fedjax_dg.results import Cell, RunFolder, read_json, rows
 
 
@@ -69,7 +70,12 @@ def main(argv: list[str] | None = None) -> int:
 
         run.__doc__ = RunOptions.__doc__
         return tyro.extras.subcommand_cli_from_dict(
-            {"run": run, "table": _table_command(console), "data": _data_command(console)},
+            {
+                "run": run,
+                "table": _table_command(console),
+                "plot": _plot_command(console),
+                "data": _data_command(console),
+            },
             prog="fedjax-dg",
             description="Federated domain generalization in JAX.",
             args=arguments,
@@ -89,6 +95,8 @@ def run_command(options: RunOptions, console: Console) -> int:
         raise ValueError(f"jobs={options.jobs} is not positive: give 1 or more.")
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
     grid = resolve(config)
+    if grid.notice is not None:
+        console.print(grid.notice, highlight=False)
     rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
     if options.dry_run:
         console.print_json(json.dumps(dataclasses.asdict(config)))
@@ -127,6 +135,19 @@ def _table_command(console: Console):
         return 0
 
     return table
+
+
+def _plot_command(console: Console):
+    def plot(runs: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+        """Draw what alignment and RegMean did in each run folder."""
+        if not runs:
+            raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
+        for run in runs:
+            for path in plot_alignment(run):
+                console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
+        return 0
+
+    return plot
 
 
 def _data_command(console: Console):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_dg import datasets
-from fedjax_dg.aggregators import AGGREGATORS, WEIGHTINGS
-from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_optimizer
-from fedjax_dg.backbones import BACKBONES
+from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
+from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_batch_stats, keep_optimizer
+from fedjax_dg.backbones import BACKBONES, Backbone
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
 from fedjax_dg.federation import check_topology
@@ -35,6 +35,14 @@ class RunConfig:
     """Folder of the data set's files; not needed for embedded ones."""
     backbone: str = "lenet5"
     """Network."""
+    norm: str | None = None
+    """Norm after its convolutions, where it can have several: batch, group; None = its own."""
+    freeze_bn: bool = False
+    """Keep the running statistics of batch norm as they are, in training too."""
+    bn_pool: str = "naive"
+    """Merging batch statistics: naive (mean of variances), exact (of the mixture), local (a client keeps its own)."""
+    pretrained: str | None = None
+    """File of weights to start from: .pth, .safetensors (torchvision's or timm's names) or .npz."""
     algorithm: str = "fedavg"
     """What a client does."""
     aggregator: str = "mean,hfedatm"
@@ -136,6 +144,7 @@ def check(config: RunConfig) -> RunConfig:
         ("selection rule", config.selection, SELECTIONS),
         ("station weighting", config.station_weighting, WEIGHTINGS),
         ("server weighting", config.server_weighting, WEIGHTINGS),
+        ("bn_pool", config.bn_pool, (*BN_POOLS, "local")),
     ):
         if given not in allowed:
             raise unknown(kind, given, allowed)
@@ -177,7 +186,7 @@ def check_number(name: str, value: int | float) -> None:
 
 def typed_settings(config: RunConfig) -> dict[str, Any]:
     """``config.settings`` with each value of its default's type."""
-    reserved = {"client_lr": "--client-lr", "weighting": "--server-weighting"}
+    reserved = {"client_lr": "--client-lr", "weighting": "--server-weighting", "bn_pool": "--bn-pool"}
     defaults = algorithm_options(config.algorithm)
     for name in names(config.aggregator):
         defaults |= aggregator_options(name)
@@ -217,7 +226,22 @@ def algorithm_options(name: str) -> dict[str, Any]:
 
 def aggregator_options(name: str) -> dict[str, Any]:
     """What ``--set`` can change of an aggregator, with defaults."""
-    return {k: p.default for k, p in inspect.signature(AGGREGATORS[name]).parameters.items() if k != "weighting"}
+    parameters = inspect.signature(AGGREGATORS[name]).parameters
+    return {k: p.default for k, p in parameters.items() if k not in ("weighting", "bn_pool")}
+
+
+def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, int]) -> Backbone:
+    """The network a configuration names, for images of that size. ``ValueError`` for an option it does not have."""
+    factory: Callable = BACKBONES[config.backbone]
+    given = {"norm": config.norm, "freeze_bn": config.freeze_bn or None}
+    for name, value in given.items():
+        having = [k for k, b in BACKBONES.items() if name in inspect.signature(b).parameters]
+        if value is not None and config.backbone not in having:
+            raise ValueError(
+                f"{name}={value} is given, but {config.backbone} has no such option: leave it out, or choose one of "
+                f"{', '.join(having)}."
+            )
+    return factory(num_classes, image_size=image_size, **{k: v for k, v in given.items() if v is not None})
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:
@@ -228,13 +252,20 @@ def build_algorithm(config: RunConfig) -> Algorithm:
     hparams = hparams._replace(**{k: given.pop(k) for k in hparams._fields if k in given})
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
     algorithm = factory(hparams, **optimizer, **given)
+    if config.bn_pool == "local":
+        algorithm = keep_batch_stats(algorithm)
     return keep_optimizer(algorithm) if config.keep_optimizer else algorithm
 
 
 def build_aggregator(config: RunConfig, name: str) -> Aggregator:
     """The server rule of that name, with its options and the configuration's weighting."""
     given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)}
-    return AGGREGATORS[name](**given, weighting=config.server_weighting)
+    return AGGREGATORS[name](**given, weighting=config.server_weighting, bn_pool=pooling(config))
+
+
+def pooling(config: RunConfig) -> str:
+    """How both tiers pool batch statistics; those that clients keep to themselves are averaged for the server's use."""
+    return "naive" if config.bn_pool == "local" else config.bn_pool
 
 
 def topology(config: RunConfig) -> Topology:

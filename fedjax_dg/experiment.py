@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_dg import datasets
+from fedjax_dg import datasets, weights
 from fedjax_dg.aggregators import mean
-from fedjax_dg.backbones import BACKBONES
-from fedjax_dg.config import RunConfig, build_aggregator, build_algorithm, names, topology
+from fedjax_dg.alignment.groups import from_leaves
+from fedjax_dg.backbones import Backbone
+from fedjax_dg.config import RunConfig, build_aggregator, build_algorithm, build_backbone, names, pooling, topology
 from fedjax_dg.datasets import Domains
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import is_better
@@ -41,6 +42,8 @@ class Grid(NamedTuple):
     domains: Domains
     federations: dict[tuple[str, int], Federation]  # by held-out domain and seed
     cells: list[Cell]
+    pretrained: Variables | None = None  # what every cell starts from; without a head that does not fit
+    notice: str | None = None  # about it
 
 
 def resolve(config: RunConfig) -> Grid:
@@ -75,15 +78,23 @@ def resolve(config: RunConfig) -> Grid:
         for seed in range(config.seeds)
         for rule in names(config.aggregator)
     ]
-    return Grid(config, domains, federations, cells)
+    grid = Grid(config, domains, federations, cells)
+    if config.pretrained is None:
+        return grid
+    leaves, notice = weights.find_leaves(backbone_of(grid), config.pretrained)
+    return grid._replace(pretrained=from_leaves(leaves), notice=notice)
+
+
+def backbone_of(grid: Grid) -> Backbone:
+    """The configuration's network for the data set's classes and image size."""
+    return build_backbone(grid.config, len(grid.domains.class_names), grid.domains.inputs.shape[1:3])
 
 
 def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
     config = grid.config
-    backbone = BACKBONES[config.backbone](num_classes=len(grid.domains.class_names))
-    to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting)
-    round_fn = make_round(backbone, build_algorithm(config), topology(config), to_server, to_station)
+    to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting, pooling(config))
+    round_fn = make_round(backbone_of(grid), build_algorithm(config), topology(config), to_server, to_station)
     check_fit(round_fn, next(iter(grid.federations.values())))
     return round_fn
 
@@ -154,7 +165,7 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> Ce
     """A cell ready to run, from its newest checkpoint if it has one."""
     config, federation = grid.config, grid.federations[cell.held_out, cell.seed]
     init_key, key = jax.random.split(jax.random.key(cell.seed))
-    state = program.round_fn.init(init_key)
+    state = program.round_fn.init(init_key, grid.pretrained)
     checkpoints = folder.checkpoints(cell)
     variables, notes = state.variables, {"best": {}, "record": {}, "seconds": 0.0}
     if checkpoints.latest() is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_dg.aggregators.mean import mean
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
@@ -29,7 +30,7 @@ class Round:
     backbone: Backbone
     algorithm: Algorithm
     topology: Topology
-    init: Callable[[Key], ServerState]
+    init: Callable[..., ServerState]  # jitted (key, variables=None)
     step: Callable[..., tuple[ServerState, RoundInfo]]  # one round, pure: jit, vmap or lower it as you like
     block: Any  # jitted (state, data, key, length) -> (state, RoundInfo [length, ...]); consumes ``state``
     evaluate: Any  # jitted (variables, evaluation set, key, num_domains) -> Evaluation
@@ -50,15 +51,18 @@ def make_round(
     """What clients do, how stations and the server merge (``mean()`` by default), and the sizes: a round.
 
     ``chunk``: how many clients are computed at once (``local.map_clients``); None chooses by backend. Keep the result
-    and use it for every seed: its compiled program is kept with it.
+    and use it for every seed: its compiled program is kept with it. ``init(key)`` draws the start of a run; ``init(key,
+    variables)`` starts from given (pretrained) ones of ``backbone``, and draws only what they lack.
     """
     to_server, to_station = to_server or mean(), to_station or mean()
     backbone = algorithm.adapt(backbone)
     step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
 
-    def init(key):
+    def init(key, variables=None):
         variables_key, key = jax.random.split(key)
         fresh = backbone.init(variables_key)
+        if variables is not None:
+            fresh = from_leaves(leaves_of(fresh) | leaves_of(variables))
         start = algorithm.init(backbone, fresh, key)
         ids = jnp.arange(topology.stations * topology.clients_per_station).reshape(topology.stations, -1)
         draw = jax.vmap(jax.vmap(lambda i: algorithm.init(backbone, fresh, jax.random.fold_in(key, i)).client))

@@ -73,9 +73,9 @@ def hfedatm(
 
     Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats, less in an
     oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
-    Info: ``fot``: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [e], and ``outputs_moved`` [e], the largest
-    change of a logit by alignment on random inputs over the largest logit; ``regmean``: per dense layer ``residual``,
-    ``condition``, ``fallback``, ``raised`` (see ``regmean``), ``bytes`` that a client uploads for it.
+    Info: ``fot``: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [e]; ``outputs_moved`` [e]: the largest
+    change of a logit by alignment on random inputs, over the largest logit; ``regmean``: per dense layer ``residual``,
+    ``condition``, ``fallback``, ``raised`` (see ``regmean``) and the ``bytes`` that a client uploads for it.
 
     Deviations: permutations reach the next layer and the Grams, and Sinkhorn's plan is rounded to a permutation, so
     alignment never changes a model's function (the paper's summary and the authors' release do neither); the bias is

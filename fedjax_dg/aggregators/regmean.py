@@ -171,7 +171,7 @@ def augment(name: str, kernels: Array, biases: Array, statistics: Any) -> tuple[
     """The layers [W; b] and the Grams of their inputs [x, 1]."""
     if isinstance(statistics, LowRankGram) or statistics.gram.ndim != 3:
         raise ValueError(
-            f"bias=augmented needs the whole Gram of {name}, which is kept in parts: raise max_gram or choose bias=corrected."
+            f"bias=augmented needs the whole Gram of {name}, but it is kept in parts: raise max_gram or choose bias=corrected."
         )
     gram, total, rows = statistics
     column = jnp.concatenate([total, rows[:, None]], axis=1)[..., None]
@@ -184,25 +184,28 @@ def normal_equations(
 ) -> System:
     """The systems of a layer, one a block of its Gram."""
     blocks = statistics.gram if statistics.gram.ndim == 4 else statistics.gram[:, None]
-    shrunken = shrink(blocks, alpha)
-    matrix = shrunken.sum(0)
-    differences = fold(kernels - mean, blocks.shape[-1], blocks.shape[1])
-    target = jnp.einsum("ekij,ekjo->kio", shrunken, differences, precision="highest")
+
+    def add(sums, model):  # one model after another: a difference of all kernels at once would be as large as they are
+        kernel, shrunken = model[0] - mean, shrink(model[1], alpha)
+        product = jnp.matmul(shrunken, fold(kernel, *blocks.shape[1:3]), precision="highest")
+        return jax.tree.map(jnp.add, sums, System(shrunken, product)), None
+
+    zeros = System(jnp.zeros_like(blocks[0]), jnp.zeros_like(fold(mean, *blocks.shape[1:3])))
+    (matrix, target), _ = jax.lax.scan(add, zeros, (kernels, blocks))
     power = _diagonals(matrix).mean()
     pull = jnp.where(power > 0, ridge * power, 1.0)
     return System(matrix + pull * jnp.eye(matrix.shape[-1], dtype=matrix.dtype), target)
 
 
-def fold(x: Float[Array, "e d o"], width: int, blocks: int) -> Float[Array, "e k c p"]:
+def fold(x: Float[Array, "d o"], blocks: int, width: int) -> Float[Array, "k c p"]:
     """Rows of a kernel as k blocks of ``width``; where one block serves all positions, these become further outputs."""
-    models, _, outputs = x.shape
     if blocks > 1:
-        return x.reshape(models, blocks, width, outputs)
-    return x.reshape(models, -1, width, outputs).swapaxes(1, 2).reshape(models, 1, width, -1)
+        return x.reshape(blocks, width, -1)
+    return x.reshape(-1, width, x.shape[1]).swapaxes(0, 1).reshape(1, width, -1)
 
 
 def unfold(x: Float[Array, "k c p"], rows: int) -> Float[Array, "d o"]:
-    """The inverse of ``fold`` for one model, d = ``rows``."""
+    """The inverse of ``fold``, d = ``rows``."""
     blocks, width, _ = x.shape
     return x.reshape(blocks, width, rows // (blocks * width), -1).swapaxes(1, 2).reshape(rows, -1)
 

@@ -1,6 +1,6 @@
 """Algorithms: what a client optimises and reports. One method, one file, one line in ``ALGORITHMS``."""
 
-from fedjax_dg.algorithms.common import OPTIMIZERS, gradient_method, gradient_step, keep_optimizer
+from fedjax_dg.algorithms.common import OPTIMIZERS, gradient_method, gradient_step, keep_batch_stats, keep_optimizer
 from fedjax_dg.algorithms.fedavg import FedAvgHparams, fedavg
 from fedjax_dg.algorithms.fediir import FedIIRHparams, fediir
 from fedjax_dg.algorithms.fedprox import FedProxHparams, fedprox
@@ -32,6 +32,7 @@ __all__ = [
     "fedsr",
     "gradient_method",
     "gradient_step",
+    "keep_batch_stats",
     "keep_optimizer",
     "mtgc",
     "scaffold",

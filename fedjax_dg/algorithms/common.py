@@ -48,10 +48,9 @@ def classification_loss(backbone, params, received, local, batch, key):
 def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, correct: Callable | None = None) -> Callable:
     """An ``Algorithm.step``: descend ``loss`` with ``optimizer``.
 
-    ``loss(backbone, params, received, local, batch, key) -> (value, (forward, metrics))``, ``forward`` being the pass over the
-    batch. ``correct(gradient,
-    received, local) -> gradient`` is applied before the optimizer; where it is given, ``local.tally`` sums the raw
-    gradients (for ``mean_gradient``).
+    ``loss(backbone, params, received, local, batch, key) -> (value, (forward, metrics))``, with the ``Forward`` pass over
+    the batch. ``correct(gradient, received, local) -> gradient`` is applied before the optimizer; where it is given,
+    ``local.tally`` sums the raw gradients (for ``mean_gradient``).
     """
 
     def step(backbone, received, local, batch, key):

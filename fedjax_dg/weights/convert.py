@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from jaxtyping import Array
 
-from fedjax_dg.alignment.groups import leaves_of
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.types import Key, Variables
 from fedjax_dg.weights.readers import read
@@ -39,6 +39,17 @@ def load(backbone: Backbone, path: str | os.PathLike[str], key: Key | None = Non
     Raises ``ValueError`` for a file that ``read`` refuses, for PyTorch's names and a backbone without ``weight_names``, and
     for weights that are missing, left over or of another shape.
     """
+    leaves, notice = find_leaves(backbone, path)
+    if notice is not None:
+        warnings.warn(notice, stacklevel=2)
+        features = jnp.zeros((1, backbone.num_features))
+        drawn = backbone.module.init(jax.random.key(0) if key is None else key, features, method="classify")
+        leaves |= leaves_of(Variables(drawn["params"], {}))
+    return from_leaves(leaves)
+
+
+def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[str, Array], str | None]:
+    """The leaves that ``load`` takes from a file, and where the head is not among them, a sentence that says why."""
     state = read(path)
     shapes = {leaf: x.shape for leaf, x in leaves_of(jax.eval_shape(backbone.init, jax.random.key(0))).items()}
     own = any(name.startswith("params/") for name in state)
@@ -71,17 +82,10 @@ def load(backbone: Backbone, path: str | os.PathLike[str], key: Key | None = Non
         ],
     )
     leaves = {leaf: jnp.asarray(found.pop(leaf), jnp.float32) for leaf in expected}
-    if redraw:
-        given = f"tells {others[0][-1]} classes apart" if others else "has no head"
-        warnings.warn(
-            f"Weights file {path} {given}, so the head for {backbone.num_classes} classes is freshly drawn.",
-            stacklevel=2,
-        )
-        features = jnp.zeros((1, backbone.num_features))
-        drawn = backbone.module.init(jax.random.key(0) if key is None else key, features, method="classify")
-        leaves |= leaves_of(Variables(drawn["params"], {}))
-    # an empty batch_stats leaves no path behind in the flat form
-    return Variables(**{"batch_stats": {}, **traverse_util.unflatten_dict(leaves, sep="/")})
+    if not redraw:
+        return leaves, None
+    given = f"tells {others[0][-1]} classes apart" if others else "has no head"
+    return leaves, f"Weights file {path} {given}, so the head for {backbone.num_classes} classes is freshly drawn."
 
 
 def save(variables: Variables, path: str | os.PathLike[str]) -> None:
