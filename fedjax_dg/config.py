@@ -21,7 +21,7 @@ from fedjax_dg.federation import check_topology
 from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
-POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples")
+POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
 
 

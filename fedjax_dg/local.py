@@ -129,21 +129,21 @@ def train(
 
 def watch(rule: Aggregator, due: Bool[Array, ""], watched: PyTree, backbone, seen: PyTree, mask) -> PyTree:
     """What a rule has watched, and this step where it is ``due``."""
-    if rule.watch is None:
+    if (note := rule.watch) is None:
         return watched
-    return jax.lax.cond(due, lambda: rule.add(watched, rule.watch(backbone, seen, mask)), lambda: watched)
+    return jax.lax.cond(due, lambda: rule.add(watched, note(backbone, seen, mask)), lambda: watched)
 
 
 def unwatched(rule: Aggregator, backbone, seen: PyTree, mask) -> PyTree:
     """What a rule has watched before the first step: zeros. ``seen`` are shapes."""
-    if rule.watch is None:
+    if (note := rule.watch) is None:
         return ()
     if not jax.tree.leaves(seen):
         raise ValueError(
             "The steps of this algorithm do not show their forward passes (Local.seen), so nothing can be gathered from "
             "them: choose gram_at=client."
         )
-    return tree.zeros(jax.eval_shape(lambda seen: rule.watch(backbone, seen, mask), seen))
+    return tree.zeros(jax.eval_shape(lambda seen: note(backbone, seen, mask), seen))
 
 
 def visit(

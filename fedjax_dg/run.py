@@ -17,7 +17,7 @@ from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
 from fedjax_dg.round import make_step
-from fedjax_dg.types import Aggregator, Algorithm, Key, RoundInfo, ServerState, Topology
+from fedjax_dg.types import Aggregator, Algorithm, Examples, Key, RoundInfo, ServerState, Topology
 
 # Keeps what an evaluation draws apart from the rounds, whose keys fold in their number.
 EVALUATION = 2**31 - 1
@@ -56,6 +56,8 @@ def make_round(
     """
     to_server, to_station = to_server or mean(), to_station or mean()
     backbone = algorithm.adapt(backbone)
+    for rule in (to_station, to_server):
+        check_rule(backbone, rule)
     step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
 
     def init(key, variables=None):
@@ -140,6 +142,20 @@ def run(
         state = reached.state
         history.append(reached.record)
     return state, history
+
+
+def check_rule(backbone: Backbone, rule: Aggregator) -> None:
+    """Let a rule look at the shapes of a network, so that it raises now what it would raise while the round is traced."""
+
+    def once(variables, inputs):
+        mask, labels = jnp.ones(1, bool), jnp.zeros(1, jnp.int32)
+        watched = ()
+        if rule.watch is not None:
+            watched = rule.watch(backbone, backbone.dense_inputs(variables, inputs), mask)
+        return rule.measure(backbone, variables, Examples(inputs, labels, mask, labels), jax.random.key(0), watched)
+
+    variables = jax.eval_shape(backbone.init, jax.random.key(0))
+    jax.eval_shape(once, variables, jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32))
 
 
 def check_fit(round_fn: Round, federation: Federation) -> None:

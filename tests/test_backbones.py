@@ -233,10 +233,13 @@ def test_head_of_features_is_the_network(variant):
 
 def test_training_pass_is_the_evaluation_pass_of_a_net_without_norms():
     backbone, variables, apply = net()
-    z, logits, batch_stats = backbone.forward(variables, images(), jnp.ones(5, bool), jax.random.key(0))
+    z, logits, batch_stats, seen = backbone.forward(variables, images(), jnp.ones(5, bool), jax.random.key(0))
     near(logits, apply(variables, images()), 1e-6)
     near(z, backbone.features(variables, images()), 1e-6)
     assert batch_stats == {}
+    expected = backbone.dense_inputs(variables, images())
+    assert list(seen) == list(expected) == ["dense1", "dense2", "head"]
+    jax.tree.map(lambda a, b: near(a, b, 1e-6), seen, expected)
 
 
 def test_pixels_and_scaled_floats_are_the_same_input():

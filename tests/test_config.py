@@ -199,14 +199,14 @@ def test_hyper_parameters_reach_each_aggregator_that_has_them(monkeypatch):
     for name, options in expected.items():
         calls = recorded(monkeypatch, configuration.AGGREGATORS, name)
         build_aggregator(config, name)
-        assert calls == [((), {**options, "weighting": "samples"})]
+        assert calls == [((), {**options, "weighting": "samples", "bn_pool": "naive"})]
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 BAD_INPUT = {
     "dataset": (["--dataset", "emoji_stiles"], "Unknown data set 'emoji_stiles'; did you mean 'emoji_styles'? Avail"),
-    "backbone": (["--backbone", "lenet"], "Unknown backbone 'lenet'; did you mean 'lenet5'? Available: lenet5."),
+    "backbone": (["--backbone", "lenet"], "Unknown backbone 'lenet'; did you mean 'lenet5'? Available: lenet5,"),
     "algorithm": (["--algorithm", "FedAvgg"], "Unknown algorithm 'FedAvgg'; did you mean 'fedavg'? Available: fedavg,"),
     "aggregator": (
         ["--aggregator", "mean,hfedatn"],
@@ -288,6 +288,24 @@ BAD_INPUT = {
         ["--clients-per-station", "300"],
         "3000 clients for 2448 examples, but every client needs one; pass 24",
     ),
+    "norm": (
+        ["--norm", "group"],
+        "norm=group is given, but lenet5 has no such option: leave it out, or choose one of v",
+    ),
+    "unknown norm": (["--backbone", "resnet18", "--norm", "batches"], "Unknown norm 'batches'; did you mean 'batch'?"),
+    "frozen": (["--freeze-bn"], "freeze_bn=True is given, but lenet5 has no such option: leave it out, or choose one "),
+    "image size": (["--backbone", "alexnet"], "alexnet "),
+    "batch statistics": (
+        ["--bn-pool", "exactly"],
+        "Unknown bn_pool 'exactly'; did you mean 'exact'? Available: naive,",
+    ),
+    "reserved pooling": (["--set", "bn_pool=exact"], "--set bn_pool is not how bn_pool is set: use --bn-pool."),
+    "no weights": (["--pretrained", "nowhere.pth"], ""),
+    "small Grams": (
+        ["--set", "max_gram=100"],
+        "The Gram of dense2 has 120 inputs, more than max_gram=100, and no block",
+    ),
+    "no Grams": (["--set", "max_gram=0"], "max_gram=0 is not positive: give a number above 0."),
     "data folder": (["--data-dir", "here"], "data_dir='here' is given, but emoji_styles comes with the library: leave"),
     "jobs": (["--jobs", "0"], "jobs=0 is not positive: give 1 or more."),
     "no file": (["--config", "nowhere.toml"], "Cannot read the configuration nowhere.toml: "),

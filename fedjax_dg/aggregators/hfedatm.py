@@ -124,9 +124,17 @@ def hfedatm(
     finish = per_row if gram == "mean" else lambda grams: grams
     rule = rule._replace(combine=add_grams, at_station=gram_at == "station")
     if gram_at == "training":
+
+        def take_watched(backbone, variables, examples, key, watched):
+            return finish(watched)
+
         watch = functools.partial(statistics_of, form=form)
-        return rule._replace(watch=watch, add=add_all, measure=lambda *args: finish(args[-1]))
-    return rule._replace(measure=lambda *args: finish(measure_grams(*args[:3], form)))
+        return rule._replace(watch=watch, add=add_all, measure=take_watched)
+
+    def measure(backbone, variables, examples, key, watched):
+        return finish(measure_grams(backbone, variables, examples, form))
+
+    return rule._replace(measure=measure)
 
 
 def hfedatm_literal(weighting: str = "clients", bn_pool: str = "naive") -> Aggregator:

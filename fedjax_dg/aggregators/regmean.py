@@ -75,17 +75,18 @@ def regmean(
     shrinks weights and erases rows of inputs that are never active.
     Source: Jin et al., ICLR 2023, https://arxiv.org/abs/2212.09849; HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
     """
-    bare = not isinstance(models, Variables) and not isinstance(models[0], Variables)
-    if not isinstance(models, Variables):
-        if not isinstance(grams, dict) and len(models) != len(grams):
-            raise ValueError(f"{len(models)} models but {len(grams)} Grams are given: give one for each model.")
-        models = _stack([Variables(m, {}) if bare else m for m in models])
-    if not isinstance(grams, dict):
-        grams = _stack(grams)
-    count = jax.tree.leaves(models)[0].shape[0]
-    weights = jnp.ones(count) if weights is None else weights
-    variables, info = merge_layers(tree.weighted_mean(models, weights), models, grams, weights, alpha, ridge, bias)
-    return Merged(variables.params if bare else variables, info)
+    bare = not (isinstance(models, Variables) or isinstance(models[0], Variables))
+    if not (isinstance(models, Variables) or isinstance(grams, dict)) and len(models) != len(grams):
+        raise ValueError(f"{len(models)} models but {len(grams)} Grams are given: give one for each model.")
+    if isinstance(models, Variables):
+        stacked = models
+    else:
+        stacked = _stack([Variables(model, {}) if bare else model for model in models])
+    statistics = grams if isinstance(grams, dict) else _stack(grams)
+    weights = jnp.ones(jax.tree.leaves(stacked)[0].shape[0]) if weights is None else weights
+    start = tree.weighted_mean(stacked, weights)
+    merged, info = merge_layers(start, stacked, statistics, weights, alpha, ridge, bias)
+    return Merged(merged.params if bare else merged, info)
 
 
 def merge_layers(
@@ -128,9 +129,9 @@ def merge_dense(
         parts[name] = kernels, jax.tree.map(lambda x: x * present.reshape(-1, *[1] * (x.ndim - 1)), statistics)
         means[name] = jnp.tensordot(shares, kernels, axes=1, precision="highest")
         if isinstance(statistics, LowRankGram):
-            solutions[name] = solve_low_rank(*parts[name], means[name], alpha, ridge)
+            solutions[name] = solve_low_rank(kernels, parts[name][1], means[name], alpha, ridge)
         else:
-            systems[name] = normal_equations(*parts[name], means[name], alpha, ridge)
+            systems[name] = normal_equations(kernels, parts[name][1], means[name], alpha, ridge)
     solutions |= solve_together(systems)
 
     out_kernels, out_biases, info = {}, {}, {}
@@ -153,9 +154,10 @@ def merge_dense(
         else:
             out_biases[name] = jnp.tensordot(shares, biases, axes=1, precision="highest")
             if bias == "corrected":
-                shifts = jnp.einsum("ei,eio->o", statistics.total, kernels - kernel, precision="highest")
-                moved = jnp.einsum("e,eo->o", statistics.rows, biases, precision="highest") + shifts
-                best = moved / jnp.maximum(statistics.rows.sum(), 1e-12)
+                said = jnp.einsum("ei,eio->o", statistics.total, kernels, precision="highest")
+                said += jnp.einsum("e,eo->o", statistics.rows, biases, precision="highest")
+                left = said - jnp.matmul(statistics.total.sum(0), kernel, precision="highest")
+                best = left / jnp.maximum(statistics.rows.sum(), 1e-12)
                 out_biases[name] = jnp.where(fallback, out_biases[name], best)
         out_kernels[name] = kernel
     return out_kernels, out_biases, info
@@ -171,7 +173,8 @@ def augment(name: str, kernels: Array, biases: Array, statistics: Any) -> tuple[
     """The layers [W; b] and the Grams of their inputs [x, 1]."""
     if isinstance(statistics, LowRankGram) or statistics.gram.ndim != 3:
         raise ValueError(
-            f"bias=augmented needs the whole Gram of {name}, but it is kept in parts: raise max_gram or choose bias=corrected."
+            f"bias=augmented needs the whole Gram of {name}, but it is kept in parts: raise max_gram, or choose "
+            "bias=corrected."
         )
     gram, total, rows = statistics
     column = jnp.concatenate([total, rows[:, None]], axis=1)[..., None]

@@ -183,7 +183,8 @@ def align_all(
     orders, info = find_orders(models, reference, groups, options)
     put = jax.vmap(lambda state, order: carry(state, state[0], groups, order))
     if options.soft:
-        return Alignment(*put((models, grams), orders), orders, info)
+        models, grams = put((models, grams), orders)
+        return Alignment(models, grams, orders, info)
     stayed = jnp.stack([jnp.all(order == jnp.arange(order.shape[1])) for order in orders.values()]).all()
     # most rounds move nothing: then no weight is copied
     models, grams = jax.lax.cond(stayed, lambda: (models, grams), lambda: put((models, grams), orders))
