@@ -170,6 +170,7 @@ class Case(NamedTuple):
     """A net, its model, permuted copies and another model, all of them aligned to the first in one program."""
 
     backbone: Backbone
+    groups: tuple[Group, ...]  # those that are matched
     reference: Variables
     grams: Any
     orders: list[dict[str, np.ndarray]]  # of the permuted copies
@@ -181,17 +182,18 @@ class Case(NamedTuple):
 @functools.lru_cache(maxsize=1)
 def build(net, width) -> Case:
     backbone = NETS[net]()
-    groups, reference = backbone.groups, random_model(backbone)
+    reference = random_model(backbone)
+    every_layer = Matching(align_dense=width == "thin")  # thousands of units would take minutes
+    groups = fot.chosen(backbone.groups, reference, every_layer)
     grams = random_grams(backbone, FORMS[width])
     orders = [random_orders(groups, seed) for seed in range(PERMUTED)]
     copies = copies_of(reference, groups, orders)
     models = jax.tree.map(lambda x, y: np.concatenate([x, y[None]]), copies, random_model(backbone, 1))
     all_grams = stack([*(moved_grams(grams, groups, order) for order in orders), grams])
-    every_layer = Matching(align_dense=True)
     aligned = jax.jit(lambda m, r, g: align_all(m, r, groups, g, every_layer))(models, reference, all_grams)
     images = jnp.asarray(np.random.default_rng(7).normal(size=(4, *backbone.input_shape)), jnp.float32)
     evaluate = jax.jit(lambda variables: backbone.apply(variables, images))
-    return Case(backbone, reference, grams, orders, models, aligned, evaluate)
+    return Case(backbone, groups, reference, grams, orders, models, aligned, evaluate)
 
 
 @pytest.fixture
@@ -227,7 +229,7 @@ def test_permuted_copies_are_put_back_to_the_bit(case):
         variables, grams, found, info = tree.take(tuple(case.aligned), i)
         assert_same(variables, case.reference)
         assert_same(grams, case.grams)
-        for group in case.backbone.groups:
+        for group in case.groups:
             np.testing.assert_array_equal(found[group.name], np.argsort(orders[group.name]))
             assert info[group.name]["identity_fraction"] == 0.0
             assert info[group.name]["cost_after"] < 1e-6 * group.size * len(group.producers)
@@ -237,7 +239,7 @@ def test_permuted_copies_are_put_back_to_the_bit(case):
 def test_grams_take_every_form(case):
     """Else the test above would not see an oversize form."""
     forms = {"block", "channel", "lowrank", "diag"}
-    behind_flatten = [layer for group in case.backbone.groups for layer, n in group.grams if n > 1]
+    behind_flatten = [layer for group in case.groups for layer, n in group.grams if n > 1]
     assert set(case.grams) == forms
     for layer in behind_flatten:
         shapes = {oversize: jax.tree.map(jnp.shape, case.grams[oversize][layer]) for oversize in forms}
@@ -255,18 +257,18 @@ def test_another_model_keeps_its_function_and_comes_nearer(case):
         tree.take(x, PERMUTED) for x in (case.models, case.aligned.variables, case.aligned.orders, case.aligned.info)
     )
     assert moved_by(case, given, aligned) < ROUNDING
-    for group in case.backbone.groups:
+    for group in case.groups:
         assert sorted(found[group.name].tolist()) == list(range(group.size))
         assert info[group.name]["cost_after"] <= info[group.name]["cost_before"]
     assert sum(float(x["cost_before"] - x["cost_after"]) for x in info.values()) > 1.0
 
 
 def test_only_what_a_group_norm_permits_is_found(case):
-    for group in case.backbone.groups:
+    for group in case.groups:
         order = np.asarray(case.aligned.orders[group.name][PERMUTED]).reshape(group.norm_groups, -1)
         came_from = order // (group.size // group.norm_groups)
         assert (came_from == came_from[:, :1]).all()
-    if case.backbone.groups[0].norm_groups > 1:
+    if case.groups[0].norm_groups > 1:
         assert any(float(x["identity_fraction"][PERMUTED]) < 1.0 for x in case.aligned.info.values())
 
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 from tiny import tiny_backbone, tiny_federation
@@ -24,3 +25,15 @@ def test_sweep_example_runs(key):
     exec(PYTHON[1], names)
     assert names["losses"].shape == (2,)
     assert names["losses"][0] != names["losses"][1]
+
+
+def test_merging_example_runs():
+    """With a small network in place of ResNet-18, and drawn weights in place of files."""
+    library = SimpleNamespace(
+        backbones=SimpleNamespace(resnet18=lambda num_classes: fdg.backbones.lenet5(num_classes)),
+        weights=SimpleNamespace(load=lambda backbone, path: backbone.init(jax.random.key(len(path)))),
+    )
+    names = {"fdg": library, "images": jax.random.normal(jax.random.key(0), (2, 3, 32, 32, 3))}
+    exec(PYTHON[2], names)
+    assert names["logits"].shape == (3, 1000)
+    assert jax.numpy.isfinite(names["logits"]).all()

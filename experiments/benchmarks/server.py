@@ -78,7 +78,8 @@ def server_step(name: str, backbone, repeats: int) -> dict[str, float]:
         if rule_name in ("fot", "hfedatm"):
             moved = jax.jit(functools.partial(shuffled, groups=backbone.groups))(near)
             text += f", shuffled {1e3 * median_time(lambda c=compiled, m=moved: c(start, m, grams), 1):8.1f} ms"
-        temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        memory = compiled.memory_analysis()
+        temporary = memory.temp_size_in_bytes / 2**20 if memory else float("nan")
         print(f"{name:15s} {rule_name:8s} {text}; temporary {temporary:7.1f} MiB; compiled in {compile_seconds:.1f} s")
     return seconds
 

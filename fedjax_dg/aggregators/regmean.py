@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -84,9 +85,14 @@ def regmean(
         stacked = _stack([Variables(model, {}) if bare else model for model in models])
     statistics = grams if isinstance(grams, dict) else _stack(grams)
     weights = jnp.ones(jax.tree.leaves(stacked)[0].shape[0]) if weights is None else weights
-    start = tree.weighted_mean(stacked, weights)
-    merged, info = merge_layers(start, stacked, statistics, weights, alpha, ridge, bias)
+    merged, info = _merge(stacked, statistics, weights, alpha, ridge, bias=bias)
     return Merged(merged.params if bare else merged, info)
+
+
+@functools.partial(jax.jit, static_argnames="bias")
+def _merge(models, grams, weights, alpha, ridge, *, bias) -> tuple[Variables, dict[str, Metrics]]:
+    """Compiled once for models of one architecture."""
+    return merge_layers(tree.weighted_mean(models, weights), models, grams, weights, alpha, ridge, bias)
 
 
 def merge_layers(
@@ -279,30 +285,33 @@ def solve_low_rank(
     alpha: ArrayLike,
     ridge: ArrayLike,
 ) -> Solution:
-    """The same for Grams F_e^T F_e + a diagonal, by Woodbury's identity on S = D^(1/2) (I + U U^T) D^(1/2)."""
+    """The same for Grams F_e^T F_e + a diagonal, by Woodbury's identity on S = D^(1/2) (I + U U^T) D^(1/2).
+
+    With the target D^(1/2) (U c + v): D^(1/2) difference = v + U (I + U^T U)^-1 (c - U^T v). So what lies in the range of
+    U is solved there; as a difference to the target its digits would cancel where D is small, at alpha = 1.
+    """
     factor, diagonal = statistics.factor, statistics.diagonal
     rest = jnp.maximum(diagonal - alpha * (factor**2).sum(1), 0.0)  # what alpha F^T F leaves of the diagonal
     differences = kernels - mean
+    power = diagonal.sum(0).mean()
+    own = rest.sum(0) + jnp.where(power > 0, ridge * power, 1.0)
+    root = jnp.sqrt(jnp.where(own > 0, own, 1.0))[:, None]
+    leading = jnp.sqrt(alpha) * factor
     with jax.default_matmul_precision("highest"):
-
-        def times(x):  # sum_e G_e x_e, of one x for all models or of one each
-            x = jnp.broadcast_to(x, (len(factor), *x.shape[-2:]))
-            return (alpha * factor.swapaxes(1, 2) @ (factor @ x) + rest[..., None] * x).sum(0)
-
-        power = diagonal.sum(0).mean()
-        pull = jnp.where(power > 0, ridge * power, 1.0)
-        own = rest.sum(0) + pull
-        own = jnp.where(own > 0, own, 1.0)
-        u = (jnp.sqrt(alpha) * factor.reshape(-1, factor.shape[-1])).T / jnp.sqrt(own)[:, None]  # [d, e r]
+        u = leading.reshape(-1, leading.shape[-1]).T / root  # [d, e r]
+        inside = (leading @ differences).reshape(-1, differences.shape[-1])
+        beside = (rest[..., None] * differences).sum(0) / root
+        target = root * (u @ inside + beside)
+        if u.shape[1] >= u.shape[0]:  # no lower a rank than the matrix itself, which is then the better one to solve
+            matrix = root * (jnp.eye(u.shape[0], dtype=u.dtype) + u @ u.T) * root.T
+            return solve(System(matrix[None], target[None]))
         inner = jnp.eye(u.shape[1], dtype=u.dtype) + u.T @ u
-        target = times(differences)
-        scaled = target / jnp.sqrt(own)[:, None]
-        scaled = scaled - u @ jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(inner), u.T @ scaled)
-        difference = scaled / jnp.sqrt(own)[:, None]
-        error = jnp.linalg.norm(times(difference) + pull * difference - target)
-        condition = largest(inner[None])  # no other eigenvalue of the scaled matrix is below 1
+        found = beside + u @ jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(inner), inside - u.T @ beside)
+        error = jnp.linalg.norm(root * (found + u @ (u.T @ found)) - target)
+        condition = largest(inner[None])  # no eigenvalue of I + U U^T is below 1
     size = jnp.linalg.norm(target)
-    return Solution(difference[None], (error / jnp.where(size > 0, size, 1.0))[None], condition, jnp.zeros(1))
+    residual = error / jnp.where(size > 0, size, 1.0)
+    return Solution((found / root)[None], residual[None], condition, jnp.zeros(1))
 
 
 def _diagonals(matrices: Float[Array, "*k c c"]) -> Float[Array, "*k c"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -154,10 +155,18 @@ def align(
     """
     bare = not isinstance(model, Variables)
     own, target = (x if isinstance(x, Variables) else Variables(x, {}) for x in (model, reference))
-    one = lambda x: jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
-    aligned = align_all(one(resize_kernels(own, target)), target, groups, one(grams), options)
-    variables, grams, orders, info = tree.take(tuple(aligned), 0)
-    return Alignment(variables.params if bare else variables, grams, orders, info)
+    own = resize_kernels(own, target)
+    fixed = {"groups": tuple(groups), "options": options._replace(epsilon=0.0)}
+    aligned = _align_one(own, target, grams, options.epsilon, **fixed)
+    return aligned._replace(variables=aligned.variables.params) if bare else aligned
+
+
+@functools.partial(jax.jit, static_argnames=("groups", "options"))
+def _align_one(model, reference, grams, epsilon, *, groups, options) -> Alignment:
+    """Compiled once for models of one architecture."""
+    one = lambda x: jax.tree.map(lambda leaf: leaf[None], x)
+    aligned = align_all(one(model), reference, groups, one(grams), options._replace(epsilon=epsilon))
+    return Alignment(*tree.take(tuple(aligned), 0))
 
 
 def align_all(
