@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from fedjax_dg import datasets, weights
 from fedjax_dg.aggregators import mean
@@ -244,7 +245,8 @@ def run_grid(
             report("compiled", cell, programs[key].seconds)
         return programs[key]
 
-    with ThreadPoolExecutor(jobs) as pool:
+    # the solves of a cell would otherwise start BLAS threads that fight the other cells for the cores
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(jobs) as pool:
         running: dict[Any, tuple[CellRun, Program]] = {}
         try:
             while waiting or running:

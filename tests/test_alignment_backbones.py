@@ -16,7 +16,7 @@ from fedjax_dg.aggregators.grams import form_of, statistics
 from fedjax_dg.aggregators.hfedatm import outputs_moved
 from fedjax_dg.alignment import Alignment, Group, Matching, align, align_all, filter_cost, fot, match, permute
 from fedjax_dg.alignment.groups import leaves_of
-from fedjax_dg.backbones import Backbone, alexnet, lenet5, resnet18, resnet18_cifar, resnet50, vgg11, vgg11_bn
+from fedjax_dg.backbones import Backbone, alexnet, lenet5, resnet, resnet18, resnet18_cifar, resnet50, vgg11, vgg11_bn
 from fedjax_dg.backbones.backbone import max_pool
 from fedjax_dg.backbones.layers import Layer, groups_of
 from fedjax_dg.types import Variables
@@ -33,11 +33,13 @@ NETS = {
     "resnet50": lambda: resnet50(5, image_size=32),
 }
 EVERYDAY = ("lenet5", "resnet18", "resnet18, group norm")  # each is a program of its own to compile
-# What aligns two models does not depend on widths: thin nets every day, the real ones with -m slow.
+# What aligns two models depends neither on widths nor on how many stages there are: thin and short nets every day, the
+# real ones with -m slow.
+plan_blocks = resnet.plan_blocks
 THIN = {
     "alexnet": {"FILTERS": (6, 10, 8, 5, 7), "WIDTH": 12},
     "vgg": {"FILTERS": (8, 12, 8, 16, 12, 8, 16, 12), "WIDTH": 12},
-    "resnet": {"STEM_FILTERS": 8},
+    "resnet": {"STEM_FILTERS": 8, "plan_blocks": lambda depths, bottleneck: plan_blocks(depths[:2], bottleneck)},
     "layers": {"NORM_GROUPS": 4},
 }
 PARAMS = [
@@ -183,14 +185,15 @@ class Case(NamedTuple):
 def build(net, width) -> Case:
     backbone = NETS[net]()
     reference = random_model(backbone)
-    every_layer = Matching(align_dense=width == "thin")  # thousands of units would take minutes
-    groups = fot.chosen(backbone.groups, reference, every_layer)
+    # thin: dense layers too, by the solver that is the quickest to compile; full: as it is by default
+    options = Matching(assignment="hungarian", align_dense=True) if width == "thin" else Matching()
+    groups = fot.chosen(backbone.groups, reference, options)
     grams = random_grams(backbone, FORMS[width])
     orders = [random_orders(groups, seed) for seed in range(PERMUTED)]
     copies = copies_of(reference, groups, orders)
     models = jax.tree.map(lambda x, y: np.concatenate([x, y[None]]), copies, random_model(backbone, 1))
     all_grams = stack([*(moved_grams(grams, groups, order) for order in orders), grams])
-    aligned = jax.jit(lambda m, r, g: align_all(m, r, groups, g, every_layer))(models, reference, all_grams)
+    aligned = jax.jit(lambda m, r, g: align_all(m, r, groups, g, options))(models, reference, all_grams)
     images = jnp.asarray(np.random.default_rng(7).normal(size=(4, *backbone.input_shape)), jnp.float32)
     evaluate = jax.jit(lambda variables: backbone.apply(variables, images))
     return Case(backbone, groups, reference, grams, orders, models, aligned, evaluate)
@@ -287,7 +290,8 @@ def test_a_stream_is_found_from_the_sum_of_all_its_kernels(thin):
     model = copy._replace(params={**copy.params, "conv1": stem})
     rows = jnp.moveaxis(stem["kernel"], 3, 0).reshape(stream.size, -1)
     assert match(filter_cost(rows, rows)).tolist() == list(range(stream.size))
-    aligned = jax.jit(lambda m, r: align(m, r, groups))(model, reference)
+    quick = Matching(assignment="hungarian")
+    aligned = align(model, reference, groups, options=quick)
     for group in groups:
         np.testing.assert_array_equal(aligned.orders[group.name], np.argsort(orders[group.name]))
     back = aligned.variables
@@ -342,11 +346,14 @@ def copies():
     return reference, stack(orders), copies_of(reference, TWO_CONVS.groups, orders)
 
 
-@functools.cache
-def aligned_copies(**options) -> Alignment:
+@functools.partial(jax.jit, static_argnames="options")
+def align_copies(models, reference, epsilon, options):
+    return align_all(models, reference, TWO_CONVS.groups, None, options._replace(epsilon=epsilon))
+
+
+def aligned_copies(epsilon=0.05, assignment="hungarian", **options) -> Alignment:
     reference, _, models = copies()
-    matching = Matching(**options)
-    return jax.jit(lambda m, r: align_all(m, r, TWO_CONVS.groups, None, matching))(models, reference)
+    return align_copies(models, reference, epsilon, Matching(0.0, assignment=assignment, **options))
 
 
 def recovered(name, found):
@@ -354,7 +361,7 @@ def recovered(name, found):
     return int((np.asarray(found.orders[name]) == np.argsort(copies()[1][name], axis=1)).all(1).sum())
 
 
-@pytest.mark.parametrize("options", [{}, {"cost": "unsquared"}, {"assignment": "hungarian"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cost": "unsquared"}, {"assignment": "sinkhorn"}], ids=str)
 def test_every_cost_and_assignment_recovers_known_orders(options):
     found, reference = aligned_copies(**options), copies()[0]
     assert [recovered(name, found) for name in ("conv1", "conv2")] == [COPIES, COPIES]
@@ -498,7 +505,7 @@ def test_models_with_kernels_of_another_size_are_aligned():
     orders = {"conv1": np.roll(np.arange(WIDTH), 1), "conv2": np.roll(np.arange(WIDTH), 3)}
     mixed = tree.take(copies_of(small, groups, [orders]), 0)
     quick = Matching(assignment="hungarian")
-    aligned = jax.jit(lambda m, r: align(m, r, groups, options=quick))(mixed.params, reference.params)
+    aligned = align(mixed.params, reference.params, groups, options=quick)
     assert isinstance(aligned.variables, dict)
     assert_same(aligned.variables, reference.params)
 
@@ -509,8 +516,7 @@ def test_models_with_kernels_of_another_size_are_aligned():
 def test_bare_parameters_of_a_net_with_batch_norm_are_aligned():
     reference, orders, models = copies()
     quick = Matching(assignment="hungarian")
-    one = jax.jit(lambda m, r: align(m, r, TWO_CONVS.groups, options=quick))
-    aligned = one(tree.take(models.params, 0), reference.params)
+    aligned = align(tree.take(models.params, 0), reference.params, TWO_CONVS.groups, options=quick)
     assert_same(aligned.variables, reference.params)
     assert aligned.grams == {}
     np.testing.assert_array_equal(aligned.orders["conv1"], np.argsort(orders["conv1"][0]))

@@ -42,14 +42,16 @@ def pool(models: Variables, weights: Float[Array, " n"], bn_pool: str = "naive")
     if bn_pool == "naive" or not merged.batch_stats:
         return merged
 
-    def spread(node):
-        if not {"mean", "var"} <= set(node):
-            return {name: spread(child) for name, child in node.items()}
-        mean = tree.weighted_mean(node["mean"], weights)
+    def spread(means, each):
+        if not isinstance(means, dict):
+            return means
+        if not {"mean", "var"} <= set(means):
+            return {name: spread(means[name], each[name]) for name in means}
         # as a spread about the mean: no difference of large numbers
-        return {**node, "mean": mean, "var": tree.weighted_mean(node["var"] + (node["mean"] - mean) ** 2, weights)}
+        variances = each["var"] + (each["mean"] - means["mean"]) ** 2
+        return {**means, "var": tree.weighted_mean(variances, weights)}
 
-    return merged._replace(batch_stats=spread(models.batch_stats))
+    return merged._replace(batch_stats=spread(merged.batch_stats, models.batch_stats))
 
 
 def mean(weighting: str = "samples", bn_pool: str = "naive") -> Aggregator:

@@ -254,8 +254,11 @@ def solve(system: System) -> Solution:
         definite = jnp.isfinite(factor).all((1, 2))
         least = jnp.where(definite, 0.0, width * jnp.finfo(matrix.dtype).eps)[:, None, None]
         factor = jax.lax.cond(definite.all(), lambda: factor, lambda: jnp.linalg.cholesky(scaled + least * one))
-        apply_inverse = jax.vmap(lambda f, x: jax.scipy.linalg.cho_solve((f, True), x))
-        difference = scale[..., None] * apply_inverse(factor, scale[..., None] * target)
+        # one after another: on CPU, XLA calls LAPACK's triangular solve for single matrices only (30 times faster)
+        solved = jax.lax.map(
+            lambda x: jax.scipy.linalg.cho_solve((x[0], True), x[1]), (factor, scale[..., None] * target)
+        )
+        difference = scale[..., None] * solved
         error = jnp.linalg.norm(jnp.matmul(matrix, difference) - target, axis=(1, 2))
         # no eigenvalue is above a pivot's square: an estimate from below, for no more than a few products
         condition = largest(scaled) / jnp.minimum((_diagonals(factor) ** 2).min(1), 1.0)

@@ -273,7 +273,11 @@ def uploads(round_fn, rule, state, places):
         optimizer, tally = algorithm.begin(backbone, received, own)
         local = Local(state.variables, optimizer, own, tally)
         _, reported = algorithm.report(backbone, received, local, jnp.int32(1), examples, key)
-        return surveyed, reported, rule.measure(backbone, state.variables, examples, key)
+        watched = ()
+        if rule.watch is not None:
+            seen = backbone.dense_inputs(state.variables, examples.inputs)
+            watched = rule.watch(backbone, seen, examples.mask)
+        return surveyed, reported, rule.measure(backbone, state.variables, examples, key, watched)
 
     return jax.eval_shape(messages, state, client(tiny_federation([[places]]).clients), KEY)
 
