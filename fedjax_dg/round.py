@@ -72,7 +72,9 @@ def make_step(
         variables, server_rule, orders, server_info = local.merge_models(
             backbone, to_server, state.server_rule, state.variables, models, station_weights, measured
         )
-        stations, (clients, messages) = local.follow(backbone, variables, orders, stations, (clients, messages))
+        (stations, station_rule), (clients, messages) = local.follow(
+            backbone, variables, orders, (stations, station_rule), (clients, messages)
+        )
         shared, stations = algorithm.absorb(shared, stations, messages, shares)
         if topology.participants is not None:
             clients = jax.tree.map(lambda whole, part: whole.at[rows, picked].set(part), state.clients, clients)

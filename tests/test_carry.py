@@ -155,7 +155,6 @@ METHODS = {
     "mtgc": lambda: mtgc(MTGCHparams(client_lr=0.02), z_init="persist"),
     "kept momentum": lambda: keep_optimizer(fedavg(FedAvgHparams(client_lr=0.02))),
 }
-SCAFFOLD_EVERY_DAY = [pytest.param(x, marks=() if x == "scaffold" else pytest.mark.slow) for x in METHODS]
 
 
 def two_rounds(make_algorithm, rule):
@@ -205,7 +204,8 @@ def test_where_nothing_moves_a_round_is_that_of_the_mean(name):
     near(aligned(name)(jnp.arange(4))[0], plain)
 
 
-@pytest.mark.parametrize("name", SCAFFOLD_EVERY_DAY)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_states_left_behind_would_show(monkeypatch, name):
     """So the test above can fail: without moving them, client states are those of other units."""
     expected = tree.take(aligned(name)(jnp.arange(4))[0], 0)

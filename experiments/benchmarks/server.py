@@ -3,8 +3,8 @@
 command:  python experiments/benchmarks/server.py --backbones lenet5,resnet18_cifar
 cost:     1 minute for lenet5, 5 for all but AlexNet and VGG (20 GB of memory), on 2 CPU cores
 
-Work: 10 stations x 10 clients, 128 examples each, batch 32, one local epoch, one station round; 32 x 32 images (AlexNet and VGG:
-224), 7 classes. Two parts, compilation not counted:
+Work: 10 stations x 10 clients, 128 examples each, batch 32, one local epoch, one station round; 32 x 32 images (AlexNet and
+VGG: 224), 7 classes. Two parts, compilation not counted:
 
 * the server's step alone on stations near their start (filters in place, the usual case) and in orders of their own
   (``shuffled``: every matching is solved), and the peak of its temporary memory as XLA plans it;

@@ -39,7 +39,9 @@ class Solution(NamedTuple):
 
     difference: Float[Array, "k c o"]
     residual: Float[Array, " k"]  # relative
-    condition: Float[Array, " k"]  # estimated from below, of the matrix scaled to a unit diagonal
+    condition: Float[
+        Array, " k"
+    ]  # estimated from below: of the matrix scaled to a unit diagonal; low rank: of I + U U^T
     raised: Float[Array, " k"]  # 1 where it was not positive definite in float32, so its diagonal was raised
 
 

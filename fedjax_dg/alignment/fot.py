@@ -310,8 +310,8 @@ def chosen(groups: tuple[Group, ...], reference: Variables, options: Matching) -
 def resize_kernels(model: Variables, reference: Variables) -> Variables:
     """Convolution kernels of another spatial size than the reference's, resized to it; everything else as it is.
 
-    Bilinear without anti-aliasing, times (k / k')^2 so that a constant image keeps its response. The function changes
-    unless layers pad to their input's size. Raises ``ValueError`` for any other difference in shape.
+    Bilinear without anti-aliasing, times (k / k')^2, by which a flat kernel answers a constant image as before. The
+    function changes unless layers pad to their input's size. Raises ``ValueError`` for any other difference in shape.
     """
     target, leaves = leaves_of(reference), leaves_of(model)
     for name, leaf in leaves.items():
