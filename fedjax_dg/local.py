@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -208,8 +209,25 @@ def sum_over_batches(
     return jax.lax.scan(lambda total, p: (add(total, one(p)), None), zeros, position)[0]
 
 
-def remeasuring(backbone, rule: Aggregator) -> tuple[Callable, Callable]:
-    """What a client and then its station do for a rule that measures with the station's merged model."""
+def visiting(
+    backbone,
+    algorithm: Algorithm,
+    topology: Topology,
+    rules: tuple[Aggregator, Aggregator],
+    last: Bool[Array, ""] | bool,
+) -> tuple[Callable, Callable]:
+    """A station round, as what each client does (``visit``) and then its station (``settle``)."""
+    part = functools.partial(visit, backbone, algorithm, topology, rules, last)
+    return part, functools.partial(settle, backbone, algorithm, rules)
+
+
+def surveying(backbone, algorithm: Algorithm) -> tuple[Callable | None, Callable]:
+    """The survey, as what each client does and then its station, which passes all on."""
+    return functools.partial(algorithm.survey, backbone) if algorithm.survey else None, lambda station, seen: seen
+
+
+def measuring(backbone, rule: Aggregator) -> tuple[Callable, Callable]:
+    """What each client and then its station do for a rule that measures with the station's merged model."""
 
     def part(received, client, examples, key):
         return rule.measure(backbone, received.variables, examples, key, ())
@@ -304,6 +322,15 @@ def choose_participants(
         return jnp.broadcast_to(jnp.arange(num_clients), present.shape)
     draws = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(ids.reshape(-1)).reshape(present.shape)
     return jnp.sort(jax.lax.top_k(jnp.where(present, draws, -1.0), participants)[1], axis=1)
+
+
+def weigh(
+    rules: tuple[Aggregator, Aggregator], counts: Int[Array, "S C"]
+) -> tuple[Float[Array, "S C"], Float[Array, " S"]]:
+    """Weights of clients at their station and of stations at the server, from the examples each client holds."""
+    to_station, to_server = rules
+    present = (counts > 0).astype(jnp.int32)
+    return to_station.weigh(counts, present), to_server.weigh(counts.sum(1), present.sum(1))
 
 
 def client_shares(weights: Float[Array, "S C"], station_weights: Float[Array, " S"]) -> Float[Array, "S C"]:

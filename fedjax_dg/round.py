@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -22,42 +21,38 @@ def make_step(
     """
     rules, rows = (to_station, to_server), jnp.arange(topology.stations)[:, None]
 
-    def weigh(counts):
-        present = (counts > 0).astype(jnp.int32)
-        return to_station.weigh(counts, present), to_server.weigh(counts.sum(1), present.sum(1))
-
     def step(state: ServerState, data, key):
         draw_key, survey_key, local_key = jax.random.split(jax.random.fold_in(key, state.round), 3)
         examples, ids = data
         counts = examples.mask.sum(-1)  # [S, C]
         picked = local.choose_participants(counts > 0, ids, topology.participants, draw_key)  # [S, P]
-        here = (examples, ids, counts, local.client_shares(*weigh(counts)), state.clients)
+        here = (examples, ids, counts, local.client_shares(*local.weigh(rules, counts)), state.clients)
         if topology.participants is not None:  # else a needless copy of the whole data set
             here = tree.take(here, (rows, picked))
         examples, ids, counts, shares, origin = here
-        weights, station_weights = weigh(counts)  # [S, P], [S]
+        weights, station_weights = local.weigh(rules, counts)  # [S, P], [S]
         shared, stations, clients = state.shared, state.stations, origin
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
 
-        def each_client(part, key, stations, clients, **finish):
+        def each_client(part, finish, key, stations, clients):
             def one(station, client):
                 (model, memory, *_), (own, at_start, held, i) = station, client
                 received = Received(model, shared, memory, at_start, state.round)
                 return part(received, own, held, jax.random.fold_in(key, i))
 
-            return local.map_clients(one, stations, (clients, origin, examples, ids), chunk, **finish)
+            return local.map_clients(one, stations, (clients, origin, examples, ids), chunk, finish)
 
         if algorithm.survey is not None:
-            look = functools.partial(algorithm.survey, backbone)
-            clients, messages = each_client(look, survey_key, (models, stations), clients)
+            clients, messages = each_client(
+                *local.surveying(backbone, algorithm), survey_key, (models, stations), clients
+            )
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
         def station_round(carry, number):
             stations, clients = carry
             key, last = jax.random.fold_in(local_key, number), number == topology.station_rounds - 1
-            part = functools.partial(local.visit, backbone, algorithm, topology, rules, last)
-            finish = functools.partial(local.settle, backbone, algorithm, rules)
-            stations, clients, up, told = each_client(part, key, (*stations, weights, shares), clients, finish=finish)
+            visiting = local.visiting(backbone, algorithm, topology, rules, last)
+            stations, clients, up, told = each_client(*visiting, key, (*stations, weights, shares), clients)
             return ((stations, clients), up), told
 
         start = ((models, stations, state.station_rule), clients)
@@ -67,8 +62,9 @@ def make_step(
         )
         (models, stations, station_rule), clients = carry
         if to_server.at_station:
-            part, finish = local.remeasuring(backbone, to_server)
-            measured = each_client(part, local_key, (models, stations, weights), clients, finish=finish)
+            measured = each_client(
+                *local.measuring(backbone, to_server), local_key, (models, stations, weights), clients
+            )
         variables, server_rule, orders, server_info = local.merge_models(
             backbone, to_server, state.server_rule, state.variables, models, station_weights, measured
         )
@@ -78,8 +74,8 @@ def make_step(
         shared, stations = algorithm.absorb(shared, stations, messages, shares)
         if topology.participants is not None:
             clients = jax.tree.map(lambda whole, part: whole.at[rows, picked].set(part), state.clients, clients)
-        metrics, steps, station_info = tree.take((metrics, steps, station_info), -1)
-        info = RoundInfo(picked, metrics, steps, finite.all(0), tree.all_finite(variables), station_info, server_info)
+        metrics, steps, told = tree.take((metrics, steps, station_info), -1)
+        info = RoundInfo(picked, metrics, steps, finite.all(0), tree.all_finite(variables), told, server_info)
         return ServerState(variables, shared, clients, stations, station_rule, server_rule, state.round + 1), info
 
     return step
