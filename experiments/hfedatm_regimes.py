@@ -223,7 +223,7 @@ def half_run(backbone, algorithm, sizes: Topology, averaging: bool, setting, var
     if averaging:
         to_server = fdg.aggregators.server_optimizer(fdg.aggregators.mean("clients"), optax.sgd(setting))
     else:
-        to_server = fdg.aggregators.hfedatm(*setting)
+        to_server = fdg.aggregators.hfedatm(*setting, gram_at="client")
     together = fdg.make_round(backbone, algorithm, sizes, to_server)
     state = together.init(key)._replace(variables=variables, round=done)
     length = RUN_ROUNDS[sizes.station_rounds] // sizes.station_rounds // 2
@@ -359,9 +359,9 @@ def cells_of(seeds: int) -> list[Cell]:
     def merges(seed, cases):
         return [Cell("merge", f, mix, style, seed, start) for f, start in cases for mix, style in every]
 
-    def runs(seed, lengths, rules):
+    def runs(seed, lengths, rules, federation="full"):
         return [
-            Cell("run", "full", mix, style, seed, "warm", rule, n)
+            Cell("run", federation, mix, style, seed, "warm", rule, n)
             for n in lengths
             for mix, style in every
             for rule in rules
@@ -370,7 +370,8 @@ def cells_of(seeds: int) -> list[Cell]:
     main, others = ("mean", "paper", "strong ridge"), ("ridge", "step 2")
     cells = [c for seed in range(seeds) for c in merges(seed, CASES[:2]) + runs(seed, (1, 5), main)]
     cells += [c for seed in range(seeds) for c in merges(seed, CASES[2:6]) + runs(seed, (1, 5), others)]
-    return cells + [c for seed in range(seeds) for c in runs(seed, (20,), main) + merges(seed, CASES[6:])]
+    cells += [c for seed in range(seeds) for c in runs(seed, (20,), main) + merges(seed, CASES[6:])]
+    return cells + [c for seed in range(seeds) for c in runs(seed, (1, 5), main, "few")]
 
 
 def read_cells(path: Path) -> dict[Cell, dict[str, Any]]:

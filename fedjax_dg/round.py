@@ -1,7 +1,5 @@
 """The hierarchical round: clients -> stations -> server as one pure function, on one screen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
