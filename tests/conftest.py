@@ -11,3 +11,10 @@ install_import_hook("fedjax_dg", "beartype.beartype")
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+    """Hundreds of compiled programs in one process end in a crash of XLA's own compiler: let go of a module's when it ends."""
+    yield
+    jax.clear_caches()
