@@ -13,8 +13,17 @@ def key():
     return jax.random.key(0)
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _free_programs():
-    """Hundreds of compiled programs in one process end in a crash of XLA's own compiler: let go of a module's when it ends."""
+def free_programs():
+    """Let go of a module's compiled programs when it ends: with many hundreds in a process, XLA's compiler crashes."""
     yield
     jax.clear_caches()

@@ -55,13 +55,7 @@ PERMUTED = 2  # how many permuted copies; one model more has nothing to do with 
 ROUNDING = 1e-5  # of a logit, in units of the largest
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def random_model(backbone, seed=0) -> Variables:

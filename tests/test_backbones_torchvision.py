@@ -42,13 +42,7 @@ def load_module(path):
 formula = load_module(GOLDEN / "formula_weights.py")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def draw(*shape, seed=0):

@@ -24,13 +24,7 @@ ORDER = np.array([1, 2, 3, 0])  # a cycle: not its own inverse
 ORDERS = {"conv": jnp.asarray(ORDER)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def random_model(seed=0):

@@ -30,13 +30,7 @@ FORMS = {
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture

@@ -103,13 +103,7 @@ def check_types(start, jaxpr, shapes):
     assert dict(zip(paths, jaxpr.out_avals)) == dict(zip(paths, jaxpr.in_avals))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Most of XLA's optimizations left out: half the time to compile, the same programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 # --- the program ----------------------------------------------------------------------------------------------------
