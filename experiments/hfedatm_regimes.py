@@ -2,7 +2,8 @@
 
 command:  OPENBLAS_NUM_THREADS=1 python experiments/hfedatm_regimes.py --out regimes
           python experiments/hfedatm_regimes_report.py --out regimes
-cost:     COST; can be killed and started again at any time (finished cells are kept); --smoke takes a minute
+cost:     2 hours on two cores for everything; can be killed and started again at any time: finished cells are kept, and the
+          most telling come first. --smoke takes a minute
 data:     emoji_styles, embedded; LeNet-5, FedAvg clients with the demo's settings; every style held out in turn
 
 One merge: from one start, stations train on their own for 1, 5 and 20 station rounds, and the same station models and Grams
@@ -11,7 +12,8 @@ one style or of all; starts "warm" (a model trained by averaging), "shared" (a r
 station); federations "full" (10 x 10 clients of some 25 examples: a station's 245 rows do not fill dense1's 400 inputs),
 "few" (6 each: 60 rows), "wide" (3 x 10 clients of 82: 816 rows) and "uneven" (stations of 6 and of 25 in turn).
 
-Complete runs: from the warm start, 20 server rounds of 1 station round, 4 of 5 or 2 of 20, every rule on its own way.
+Complete runs: 20 server rounds of 1 station round, 4 of 5 or 2 of 20, every rule on its own way. "step 2" is a control:
+averaging whose every change is doubled.
 
 One line of ``cells.jsonl`` is one cell: what is judged is in ``judge``, what explains it in ``spread`` and ``merge_all``.
 OPENBLAS_NUM_THREADS matters: two cells run side by side, and LAPACK's own threads then wait for each other.
@@ -359,19 +361,22 @@ def cells_of(seeds: int) -> list[Cell]:
     def merges(seed, cases):
         return [Cell("merge", f, mix, style, seed, start) for f, start in cases for mix, style in every]
 
-    def runs(seed, lengths, rules, federation="full"):
+    def runs(seed, federation, start, lengths, rules):
         return [
-            Cell("run", federation, mix, style, seed, "warm", rule, n)
+            Cell("run", federation, mix, style, seed, start, rule, n)
             for n in lengths
             for mix, style in every
             for rule in rules
         ]
 
     main, others = ("mean", "paper", "strong ridge"), ("ridge", "step 2")
-    cells = [c for seed in range(seeds) for c in merges(seed, CASES[:2]) + runs(seed, (1, 5), main)]
-    cells += [c for seed in range(seeds) for c in merges(seed, CASES[2:6]) + runs(seed, (1, 5), others)]
-    cells += [c for seed in range(seeds) for c in runs(seed, (20,), main) + merges(seed, CASES[6:])]
-    return cells + [c for seed in range(seeds) for c in runs(seed, (1, 5), main, "few")]
+    first = lambda seed: merges(seed, CASES[:2]) + runs(seed, "full", "warm", (1, 5), main)
+    second = lambda seed: runs(seed, "few", "warm", (5, 20), main)
+    third = lambda seed: merges(seed, CASES[2:6]) + runs(seed, "full", "warm", (1,), others)
+    fourth = lambda seed: runs(seed, "wide", "warm", (5,), main)
+    fifth = lambda seed: runs(seed, "full", "warm", (20,), main) + runs(seed, "full", "shared", (20,), main)
+    stages = (first, second, third, fourth, fifth, lambda seed: merges(seed, CASES[6:]))
+    return [cell for stage in stages for seed in range(seeds) for cell in stage(seed)]
 
 
 def read_cells(path: Path) -> dict[Cell, dict[str, Any]]:

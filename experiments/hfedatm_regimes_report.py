@@ -38,7 +38,14 @@ def points(found: dict[Cell, dict[str, Any]]) -> list[tuple[tuple, str, int, dic
         if cell.rule not in ("", "mean") and (twin := cell._replace(rule="mean")) in found:
             ours, theirs = entry["halves"][-1], found[twin]["halves"][-1]
             pair = {"averaging": theirs["scores"], "rule": ours["scores"], "sizes": (theirs["size"], ours["size"])}
-            out.append(((cell.rule, cell.federation, cell.mix, cell.station_rounds), cell.held_out, cell.seed, pair))
+            out.append(
+                (
+                    ("run", cell.rule, cell.federation, cell.start, cell.mix, cell.station_rounds),
+                    cell.held_out,
+                    cell.seed,
+                    pair,
+                )
+            )
         for n in STATION_ROUNDS if cell.part == "merge" else ():
             row = entry[str(n)]
             both, gram = row["rule"]["fot-sum"], row["gram"]["dense1"]
@@ -105,8 +112,8 @@ def write_report(found: dict[Cell, dict[str, Any]], folder: Path) -> None:
     """``report.md`` and the two plots."""
     everything = stack(points(found))
     place = lambda k: (CASES.index(k[:2]), list(MIXES).index(k[2]), k[3])
-    merges = {k: everything[k] for k in sorted((k for k in everything if k[0] not in RULES), key=place)}
-    runs = {k: everything[k] for k in sorted(k for k in everything if k[0] in RULES)}
+    merges = {k: everything[k] for k in sorted((k for k in everything if k[0] != "run"), key=place)}
+    runs = {k[1:]: everything[k] for k in sorted(k for k in everything if k[0] == "run")}
     shared = {k: m for k, m in merges.items() if k[1] != "independent"}
     lines = []
 
@@ -186,8 +193,7 @@ def write_report(found: dict[Cell, dict[str, Any]], folder: Path) -> None:
         rows.append([*k, m["averaging"].shape[1], averaging(m), *three, *by_style, sizes])
     head = [
         "rule",
-        where[0],
-        *where[2:],
+        *where,
         "seeds",
         "averaging",
         "held-out styles",
@@ -195,13 +201,15 @@ def write_report(found: dict[Cell, dict[str, Any]], folder: Path) -> None:
         "clients' examples",
     ]
     table(
-        "Complete runs from the warm start: rule minus averaging",
+        "Complete runs: rule minus averaging",
         [*head, *STYLES, "norm of dense1: averaging, rule"],
         rows,
     )
     for rule in dict.fromkeys(k[0] for k in runs):
         counts = verdicts([gain(m["rule"], m["averaging"]) for k, m in runs.items() if k[0] == rule])
         lines.append("{}: significantly better in {}, worse in {} of {} (regime x style).".format(rule, *counts))
+    names = ", ".join(f"{n} (alpha {r[0]:g}, ridge {r[1]:g})" for n, r in RULES.items() if isinstance(r, tuple))
+    lines.append(f"Rules: {names}; step 2 is averaging with a server step of 2.")
     (folder / "report.md").write_text("\n\n".join(lines) + "\n")
     draw_map(merges, folder / "map")
     draw_runs(runs, folder / "runs")
@@ -243,7 +251,7 @@ def draw_map(merges: dict, path: Path) -> None:
 
 def draw_runs(runs: dict, path: Path) -> None:
     """What complete runs gain: the mean over styles with its interval over seeds, each style as a small mark."""
-    figure, axis = pyplot.subplots(figsize=(9, 3.4), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
     regimes = sorted({k[1:] for k in runs})
     rules = [rule for rule in RULES if any(k[0] == rule for k in runs)]
     for r, (rule, marker, color) in enumerate(zip(rules, "osD^", COLORS)):
@@ -257,8 +265,7 @@ def draw_runs(runs: dict, path: Path) -> None:
                 [x + 0.07] * len(d), d.mean(1), s=9, marker=marker, facecolors="none", edgecolors=color, linewidths=0.7
             )
     axis.axhline(0, color="black", linewidth=0.8)
-    names = [f"{federation}, {mix}\n{n} station round{'s' * (n > 1)}" for federation, mix, n in regimes]
-    axis.set_xticks(range(len(regimes)), names, fontsize=6)
+    axis.set_xticks(range(len(regimes)), ["{}, {}\n{}, {}".format(*k) for k in regimes], fontsize=8)
     axis.set_ylabel("rule minus averaging:\npoints on the held-out style", fontsize=8)
     axis.legend(fontsize=8, frameon=False)
     for suffix in (".png", ".svg"):

@@ -26,7 +26,7 @@ from fedjax_dg.errors import unknown
 from fedjax_dg.types import Aggregator, Variables
 
 REFERENCES = ("previous_global", "first")
-GRAM_PLACES = ("training", "client", "station")
+GRAM_PLACES = ("client", "training", "station")
 PROBES = 4  # random inputs by which an alignment shows that it kept the function
 
 
@@ -45,7 +45,7 @@ def hfedatm(
     align_dense: bool = False,
     bias: str = "corrected",
     gram: str = "sum",
-    gram_at: str = "training",
+    gram_at: str = "client",
     max_gram: int = 4096,
     oversize: str = "block",
     rank: int = 64,
@@ -65,11 +65,11 @@ def hfedatm(
     ``reference``: ``previous_global`` (keeps the coordinates of the server, so states shaped like parameters stay valid) or
     ``first`` (the paper's station 1). ``bias``: see ``regmean``. ``bn_pool``: see ``mean.pool``.
 
-    Grams: ``gram``: ``sum`` or ``mean`` over a client's rows. ``gram_at``: ``training``, gathered from the forward passes of
-    the last local pass (the paper's last forward pass, at the cost of the products alone); ``client``, by one more
-    evaluation-mode pass of the client's trained model; ``station``, by one of the station's merged model (the authors'
-    release). Layers with more than ``max_gram`` inputs take the ``oversize`` form: ``block``, ``channel``, ``lowrank`` (of
-    that ``rank``) or ``diag`` (see ``grams.statistics``).
+    Grams: ``gram``: ``sum`` or ``mean`` over a client's rows. ``gram_at``: ``client``, by one evaluation-mode pass of the
+    client's trained model over its own examples; ``training``, gathered from the forward passes of the last local pass, at
+    the cost of the products alone, but of weights that were still moving (with large steps this can break a run);
+    ``station``, by a pass of the station's merged model (the authors' release). Layers with more than ``max_gram`` inputs
+    take the ``oversize`` form: ``block``, ``channel``, ``lowrank`` (of that ``rank``) or ``diag`` (``grams.statistics``).
 
     Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats, less in an
     oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
