@@ -182,7 +182,7 @@ def test_the_last_pass_covers_every_example_once(options, rows):
     federation = tiny_federation([[5]], padding=4, fill=np.nan)
     examples = jax.tree.map(lambda x: x[0, 0], federation.clients)
     topology, start = Topology(1, 1, batch_size=2, **options), BACKBONE.init(KEY)
-    algorithm, rules = fedavg(FedAvgHparams(client_lr=0.0)), (mean(), hfedatm())
+    algorithm, rules = fedavg(FedAvgHparams(client_lr=0.0)), (mean(), hfedatm(gram_at="training"))
 
     @jax.jit
     def watched(last):
