@@ -67,9 +67,9 @@ def hfedatm(
 
     Grams: ``gram``: ``sum`` or ``mean`` over a client's rows. ``gram_at``: ``client``, by one evaluation-mode pass of the
     client's trained model over its own examples; ``training``, gathered from the forward passes of the last local pass, at
-    the cost of the products alone, but of weights that were still moving (with large steps this can break a run);
-    ``station``, by a pass of the station's merged model (the authors' release). Layers with more than ``max_gram`` inputs
-    take the ``oversize`` form: ``block``, ``channel``, ``lowrank`` (of that ``rank``) or ``diag`` (``grams.statistics``).
+    the cost of the products alone, but of weights that were still moving; ``station``, by a pass of the station's merged
+    model (the authors' release). Layers with more than ``max_gram`` inputs take the ``oversize`` form: ``block``,
+    ``channel``, ``lowrank`` (of that ``rank``) or ``diag`` (``grams.statistics``).
 
     Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats, less in an
     oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
