@@ -162,13 +162,24 @@ def merge_dense(
         else:
             out_biases[name] = jnp.tensordot(shares, biases, axes=1, precision="highest")
             if bias == "corrected":
-                said = jnp.einsum("ei,eio->o", statistics.total, kernels, precision="highest")
-                said += jnp.einsum("e,eo->o", statistics.rows, biases, precision="highest")
-                left = said - jnp.matmul(statistics.total.sum(0), kernel, precision="highest")
-                best = left / jnp.maximum(statistics.rows.sum(), 1e-12)
+                moved = jnp.einsum("e,eo->o", statistics.rows, biases, precision="highest")
+                moved += shifts(kernels, kernel, statistics.total)
+                best = moved / jnp.maximum(statistics.rows.sum(), 1e-12)
                 out_biases[name] = jnp.where(fallback, out_biases[name], best)
         out_kernels[name] = kernel
     return out_kernels, out_biases, info
+
+
+def shifts(
+    kernels: Float[Array, "e d o"], merged: Float[Array, "d o"], totals: Float[Array, "e d"]
+) -> Float[Array, " o"]:
+    """sum_e (W_e - W)^T t_e, one model after another: the differences of all at once would be as large as the models."""
+
+    def add(total, model):
+        kernel, rows = model
+        return total + jnp.matmul(rows, kernel - merged, precision="highest"), None
+
+    return jax.lax.scan(add, jnp.zeros_like(merged[0]), (kernels, totals))[0]
 
 
 def shrink(gram: Float[Array, "... d d"], alpha: ArrayLike) -> Float[Array, "... d d"]:
