@@ -251,7 +251,7 @@ def draw_map(merges: dict, path: Path) -> None:
 
 def draw_runs(runs: dict, path: Path) -> None:
     """What complete runs gain: the mean over styles with its interval over seeds, each style as a small mark."""
-    figure, axis = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(9, 3.4), layout="constrained")
     regimes = sorted({k[1:] for k in runs})
     rules = [rule for rule in RULES if any(k[0] == rule for k in runs)]
     for r, (rule, marker, color) in enumerate(zip(rules, "osD^", COLORS)):
