@@ -14,7 +14,7 @@
 (20, ['accuracy', 'accuracy/fluent_flat', 'accuracy/fluent_mono', 'accuracy/noto'])
 """
 
-from fedjax_dg import aggregators, algorithms, alignment, backbones, datasets, weights
+from fedjax_dg import aggregators, algorithms, alignment, backbones, datasets, sharding, weights
 from fedjax_dg.federation import Federation, federate
 from fedjax_dg.run import NotFinite, Round, make_round, run, run_blocks
 from fedjax_dg.types import (
@@ -55,5 +55,6 @@ __all__ = [
     "make_round",
     "run",
     "run_blocks",
+    "sharding",
     "weights",
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -16,11 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedjax_dg import datasets
+from fedjax_dg import datasets, sharding
 from fedjax_dg.config import RunConfig, check, names, parse_settings, read_toml
+from fedjax_dg.estimate import duration
 from fedjax_dg.experiment import (
     Grid,
     compile_block,
+    default_jobs,
     identity,
     majority_share,
     resolve,
@@ -51,14 +55,19 @@ class RunOptions(RunConfig):
     overwrite: bool = False
     """Replace the run in the folder."""
     dry_run: bool = False
-    """Print the resolved configuration, the federation, the devices and the memory, and stop."""
+    """Print the resolved configuration, the federation, the devices, memory and time to expect, and stop."""
     jobs: int | None = None
     """Cells trained at the same time; by default one per core on CPU, else one."""
+    cpu_devices: int = 1
+    """Spread every cell over this many CPU devices, instead of training several cells at a time."""
+    distributed: bool = False
+    """Spread every cell over the processes of a Slurm job, a TPU slice, or as JAX_COORDINATOR_ADDRESS and others say."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status is 0, 1 when a cell broke down, 2 for bad input, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
+    keep_programs()
     console = Console()
     if not console.is_terminal:
         console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
@@ -93,14 +102,17 @@ def run_command(options: RunOptions, console: Console) -> int:
     """``fedjax-dg run``."""
     if options.jobs is not None and options.jobs < 1:
         raise ValueError(f"jobs={options.jobs} is not positive: give 1 or more.")
+    devices = start_devices(options.cpu_devices, options.distributed)
+    if not sharding.is_first():
+        console.quiet = True
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
-    grid = resolve(config)
+    grid = resolve(config, devices)
     if grid.notice is not None:
         console.print(grid.notice, highlight=False)
     rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
     if options.dry_run:
         console.print_json(json.dumps(dataclasses.asdict(config)))
-        describe(grid, rounds, console)
+        describe(grid, rounds, options.jobs, console)
         return 0
     out = options.out or f"runs/{config.dataset}-{config.algorithm}-{config.held_out}"
     folder = RunFolder(Path(out), config, options.resume, options.overwrite)
@@ -116,6 +128,29 @@ def run_command(options: RunOptions, console: Console) -> int:
     for failure in failed:
         print(f"fedjax-dg: {identity(failure).name}: {failure['error']}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def keep_programs() -> None:
+    """Let JAX keep compiled programs for the next run, where the user has not decided otherwise (``JAX_COMPILATION_CACHE_DIR``,
+    ``JAX_ENABLE_COMPILATION_CACHE``)."""
+    flags: Any = jax.config
+    if flags.jax_compilation_cache_dir is None and flags.jax_enable_compilation_cache:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "fedjax_dg"))
+
+
+def start_devices(cpu_devices: int, distributed: bool) -> list:
+    """The devices of a run: all there are, of all processes; of CPU devices of one process as many as asked for."""
+    if cpu_devices < 1:
+        raise ValueError(f"cpu_devices={cpu_devices} is not positive: give 1 or more.")
+    if cpu_devices > 1:
+        flags: Any = jax.config
+        if flags.jax_num_cpu_devices < cpu_devices:
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if distributed:
+        sharding.start()
+    devices = jax.devices()
+    return devices if distributed or devices[0].platform != "cpu" else devices[:cpu_devices]
 
 
 def _table_command(console: Console):
@@ -172,8 +207,8 @@ def show_table(console: Console, cells: list[dict], config: RunConfig) -> None:
     console.print(table)
 
 
-def describe(grid: Grid, rounds: dict, console: Console) -> None:
-    """Print the first federation of a grid, the devices, and the memory of each server rule's program."""
+def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> None:
+    """Print the first federation of a grid, the devices, and what memory and time each server rule will take."""
     (held_out, seed), federation = next(iter(grid.federations.items()))
     counts = federation.counts()  # [S, C, G]
     console.print(f"Federation with {held_out} held out, seed {seed}: examples by station and domain")
@@ -190,13 +225,22 @@ def describe(grid: Grid, rounds: dict, console: Console) -> None:
     console.print(f"Clients by their main domain: {owners}")
     padding = 1 - counts.sum() / np.prod(federation.mask.shape)
     console.print(f"Padding: {100 * padding:.0f} % of the places; {len(grid.cells)} cells to run")
-    devices = ", ".join(f"{d.id}:{d.device_kind}" for d in jax.devices())
-    console.print(f"Devices: {devices}; mesh: all stations and clients on device {jax.devices()[0].id}")
+    kinds = Counter(d.device_kind for d in jax.devices())
+    devices = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    console.print(f"Devices: {devices}; mesh: {sharding.describe(grid.mesh)}")
+    config, jobs = grid.config, jobs or default_jobs(grid)
     for name, round_fn in rounds.items():
-        program = compile_block(round_fn, federation, grid.config.eval_every)
+        program = compile_block(round_fn, federation, config.eval_every)
         console.print(
-            f"Memory of a round with {name}: {program.memory / 2**20:.0f} MiB; compiled in {program.seconds:.1f} s"
+            f"Memory of a round with {name}: {program.memory / 2**20:.0f} MiB a device; compiled in {program.seconds:.1f} s"
         )
+        if jax.process_count() == 1:
+            cells = len(grid.cells) // len(rounds)
+            took = duration(round_fn, federation, config.rounds, config.eval_every, cells, jobs)
+            console.print(
+                f"Time with {name}: about {took.round:.3g} s a round, {took.run:.3g} s for its {cells} cells, {jobs} at a "
+                "time (from one client's part; without the server's)"
+            )
 
 
 class ProgressBars:

@@ -14,7 +14,7 @@ from typing import Any
 from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
 from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_batch_stats, keep_optimizer
-from fedjax_dg.backbones import BACKBONES, Backbone
+from fedjax_dg.backbones import BACKBONES, PRECISIONS, Backbone, in_precision
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
 from fedjax_dg.federation import check_topology
@@ -43,6 +43,8 @@ class RunConfig:
     """Merging batch statistics: naive (mean of variances), exact (of the mixture), local (a client keeps its own)."""
     pretrained: str | None = None
     """File of weights to start from: .pth, .safetensors (torchvision's or timm's names) or .npz."""
+    precision: str = "float32"
+    """What layers compute in: float32, bfloat16; parameters, Grams and solves stay float32."""
     algorithm: str = "fedavg"
     """What a client does."""
     aggregator: str = "mean,hfedatm"
@@ -140,6 +142,7 @@ def check(config: RunConfig) -> RunConfig:
     for kind, given, allowed in (
         ("data set", config.dataset, datasets.DATASETS),
         ("backbone", config.backbone, BACKBONES),
+        ("precision", config.precision, PRECISIONS),
         ("algorithm", config.algorithm, ALGORITHMS),
         ("selection rule", config.selection, SELECTIONS),
         ("station weighting", config.station_weighting, WEIGHTINGS),
@@ -241,7 +244,8 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
                 f"{name}={value} is given, but {config.backbone} has no such option: leave it out, or choose one of "
                 f"{', '.join(having)}."
             )
-    return factory(num_classes, image_size=image_size, **{k: v for k, v in given.items() if v is not None})
+    backbone = factory(num_classes, image_size=image_size, **{k: v for k, v in given.items() if v is not None})
+    return in_precision(backbone, config.precision)
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
+from fedjax_dg import sharding
 from fedjax_dg.local import PASS_SIZE, take_batch
 from fedjax_dg.types import Examples, Key, Variables
 
@@ -36,15 +37,16 @@ def evaluate(
     predict: Callable, num_domains: int, num_classes: int, variables: Variables, data: EvaluationSet, key: Key
 ) -> Evaluation:
     """Confusion counts of ``predict(variables, inputs, key)`` over ``data``, ``PASS_SIZE`` examples at a time."""
-    square = jnp.zeros((num_domains, num_classes, num_classes))
-    nothing = Evaluation(square, square, jnp.zeros(num_domains))
-    total = data.examples.mask.shape[0]
+    square, total = (num_domains, num_classes, num_classes), data.examples.mask.shape[0]
     if total == 0:  # no validation split and no held-out domain
-        return nothing
+        return Evaluation(jnp.zeros(square), jnp.zeros(square), jnp.zeros(num_domains))
     size = min(PASS_SIZE, total)
-    positions = jnp.arange(-(-total // size) * size).reshape(-1, size)
+    batches = -(-total // size)
+    batches = -(-batches // sharding.num_devices()) * sharding.num_devices()
+    positions = jnp.arange(batches * size).reshape(batches, size)
 
-    def add(counts, position):
+    def of_batch(common, position):
+        variables, data, key = common
         index = jnp.minimum(position, total - 1)
         batch = take_batch(data.examples, index, data.examples.mask[index] & (position < total))
         logits = predict(variables, batch.inputs, jax.random.fold_in(key, position[0]))
@@ -52,12 +54,12 @@ def evaluate(
         cell = (batch.domain, batch.labels, jnp.argmax(logits, axis=-1))
         real = batch.mask.astype(jnp.float32)
         return Evaluation(
-            counts.confusion.at[cell].add(real),
-            counts.confusion_unseen.at[cell].add(real * data.unseen[index]),
-            counts.loss.at[batch.domain].add(jnp.where(batch.mask, losses, 0.0)),
-        ), None
+            jnp.zeros(square).at[cell].add(real),
+            jnp.zeros(square).at[cell].add(real * data.unseen[index]),
+            jnp.zeros(num_domains).at[batch.domain].add(jnp.where(batch.mask, losses, 0.0)),
+        )
 
-    return jax.lax.scan(add, nothing, positions)[0]
+    return sharding.total(of_batch, (variables, data, key), positions, sharding.AXES)
 
 
 def scores(evaluation: Evaluation, domain_names: tuple[str, ...], held_out: str | None) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from fedjax_dg import datasets, weights
+from fedjax_dg import datasets, sharding, weights
 from fedjax_dg.aggregators import mean
 from fedjax_dg.alignment.groups import from_leaves
 from fedjax_dg.backbones import Backbone
@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
     round_fn: Round
     seconds: float  # to trace and compile
-    memory: int  # bytes: arguments, results and temporaries
+    memory: int  # bytes on a device: arguments, results and temporaries
 
 
 class Grid(NamedTuple):
@@ -43,12 +43,16 @@ class Grid(NamedTuple):
     domains: Domains
     federations: dict[tuple[str, int], Federation]  # by held-out domain and seed
     cells: list[Cell]
+    mesh: sharding.Mesh | None = None  # what each round spreads over; None: one device
     pretrained: Variables | None = None  # what every cell starts from; without a head that does not fit
     notice: str | None = None  # about it
 
 
-def resolve(config: RunConfig) -> Grid:
-    """Load the data, deal out every federation, list the cells. Raises ``ValueError`` for what does not fit."""
+def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
+    """Load the data, deal out every federation among the ``devices`` (by default the first), list the cells.
+
+    Raises ``ValueError`` for what does not fit.
+    """
     options = {} if config.data_dir is None else {"data_dir": config.data_dir}
     if not set(options) <= set(inspect.signature(datasets.DATASETS[config.dataset]).parameters):
         raise ValueError(
@@ -57,6 +61,7 @@ def resolve(config: RunConfig) -> Grid:
     domains = datasets.load(config.dataset, **options)
     if config.held_out != "all" and config.held_out not in domains.domain_names:
         raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
+    mesh = sharding.mesh_for(topology(config), devices) if devices is not None and len(devices) > 1 else None
     held_outs = domains.domain_names if config.held_out == "all" else (config.held_out,)
     federations = {
         (held_out, seed): federate(
@@ -67,6 +72,7 @@ def resolve(config: RunConfig) -> Grid:
             station_assignment=config.station_assignment,
             remainders=config.remainders,
             label_alpha=config.label_alpha,
+            mesh=mesh,
             **topology(config)._asdict(),
         )
         for held_out in held_outs
@@ -79,7 +85,7 @@ def resolve(config: RunConfig) -> Grid:
         for seed in range(config.seeds)
         for rule in names(config.aggregator)
     ]
-    grid = Grid(config, domains, federations, cells)
+    grid = Grid(config, domains, federations, cells, mesh)
     if config.pretrained is None:
         return grid
     leaves, notice = weights.find_leaves(backbone_of(grid), config.pretrained)
@@ -95,7 +101,8 @@ def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
     config = grid.config
     to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting, pooling(config))
-    round_fn = make_round(backbone_of(grid), build_algorithm(config), topology(config), to_server, to_station)
+    backbone, algorithm = backbone_of(grid), build_algorithm(config)
+    round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
     check_fit(round_fn, next(iter(grid.federations.values())))
     return round_fn
 
@@ -107,7 +114,8 @@ def compile_block(round_fn: Round, federation: Federation, length: int) -> Progr
     compiled = round_fn.block.lower(state, federation.data, jax.random.key(0), length=length).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    total += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Program(dataclasses.replace(round_fn, block=lambda *args, length: compiled(*args)), seconds, total)
 
 
@@ -210,9 +218,7 @@ def run_grid(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run every cell that is not finished; results of all finished cells, and those that failed.
 
-    ``jobs`` cells at a time, by default one per core on CPU (each round is a chain of small steps that one core can
-    fill; ``experiments/benchmarks/grid.py`` measures 0.57 of the time of one after another on two cores, and no gain from
-    one vmapped program) and one elsewhere; the numbers do not depend on it. ``report(event, cell, value)`` is told
+    ``jobs`` cells at a time (``default_jobs``); the numbers do not depend on it. ``report(event, cell, value)`` is told
     ``compiled`` (seconds), ``start`` (rounds done), ``record``, ``done`` and ``failed``. A cell whose training breaks down
     is left at its last good checkpoint; the others go on.
     """
@@ -235,7 +241,7 @@ def run_grid(
     def place(result):  # the first server rule first, as it is the baseline; then as the grid has them
         return names(config.aggregator).index(result["aggregator"]), order[identity(result)]
 
-    jobs = jobs or ((os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
+    jobs = jobs or default_jobs(grid)
 
     def program_of(cell):
         federation = grid.federations[cell.held_out, cell.seed]
@@ -281,6 +287,16 @@ def run_grid(
             pool.shutdown(wait=True, cancel_futures=True)
     write_results(folder, config, cells, failed, title)
     return cells, failed
+
+
+def default_jobs(grid: Grid) -> int:
+    """Cells at a time: one per core on CPU, one where devices share a cell.
+
+    A round is a chain of small steps that one core can fill: on two cores, two cells at a time take 0.57 of the time of one
+    after another, and one vmapped program gains nothing (``experiments/benchmarks/grid.py``).
+    """
+    alone = jax.default_backend() == "cpu" and grid.mesh is None
+    return min(os.cpu_count() or 1, len(grid.cells)) if alone else 1
 
 
 def table_title(config: RunConfig) -> str:

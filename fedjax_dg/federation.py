@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from fedjax_dg import sharding
 from fedjax_dg.datasets.domains import Domains
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import EvaluationSet
@@ -72,6 +72,7 @@ def federate(
     local_steps: int | None = None,
     batch_size: int = 32,
     participants: int | None = None,
+    mesh: sharding.Mesh | None = None,
 ) -> Federation:
     """Deal a data set to stations x clients, leaving one domain out.
 
@@ -85,7 +86,8 @@ def federate(
     domain is held out). A data set without a validation split of its own gets one: ``validation_fraction`` of each
     source domain, by identity where items recur across domains, drawn from ``seed``.
 
-    The remaining options are the sizes of a round (``Topology``). Raises ``ValueError``, one sentence, for anything out
+    The remaining options are the sizes of a round (``Topology``), and the ``mesh`` whose devices hold the clients: a process
+    builds only the clients of its own devices. Raises ``ValueError``, one sentence, for anything out
     of range.
     """
     if held_out is not None and held_out not in domains.domain_names:
@@ -117,18 +119,14 @@ def federate(
         unseen = np.ones(len(judged), bool)
     else:
         unseen = ~np.isin(domains.identity[judged], domains.identity[train])
+    held = [[train[dealt[c]] for c in station] for station in places]
+    every = sharding.replicate(
+        (domains.inputs[judged], domains.labels[judged], np.ones(len(judged), bool), domains.domain[judged], unseen), mesh
+    )
     return Federation(
-        clients=_pad(domains, [[train[dealt[c]] for c in station] for station in places]),
-        ids=jnp.asarray(places, jnp.int32),
-        evaluation=EvaluationSet(
-            Examples(
-                jnp.asarray(domains.inputs[judged]),
-                jnp.asarray(domains.labels[judged]),
-                jnp.ones(len(judged), bool),
-                jnp.asarray(domains.domain[judged]),
-            ),
-            jnp.asarray(unseen),
-        ),
+        clients=_pad(domains, held, mesh),
+        ids=sharding.build(places.shape, np.int32, lambda index: places[index].astype(np.int32), mesh),
+        evaluation=EvaluationSet(Examples(*every[:4]), every[4]),
         topology=topology,
         domain_names=tuple(domains.domain_names),
         class_names=tuple(domains.class_names),
@@ -166,16 +164,21 @@ def draw_validation(domains: Domains, fraction: float, seed: int) -> Bool[np.nda
     return chosen
 
 
-def _pad(domains: Domains, stations: list[list[np.ndarray]]) -> Examples:
+def _pad(domains: Domains, held: list[list[np.ndarray]], mesh: sharding.Mesh | None) -> Examples:
     """Stack clients' examples [S, C, N, ...], N = the largest client; padding is zeros."""
-    largest = max(len(client) for station in stations for client in station)
+    sizes = (len(held), len(held[0]), max(len(client) for station in held for client in station))
 
     def stack(values):
-        out = np.zeros((len(stations), len(stations[0]), largest, *values.shape[1:]), values.dtype)
-        for s, station in enumerate(stations):
-            for c, client in enumerate(station):
-                out[s, c, : len(client)] = values[client]
-        return jnp.asarray(out)
+        def block(index):
+            stations, clients, *_ = index
+            part = [station[clients] for station in held[stations]]
+            out = np.zeros((len(part), len(part[0]), sizes[2], *values.shape[1:]), values.dtype)
+            for s, station in enumerate(part):
+                for c, client in enumerate(station):
+                    out[s, c, : len(client)] = values[client]
+            return out
+
+        return sharding.build((*sizes, *values.shape[1:]), values.dtype, block, mesh)
 
     real = np.ones(len(domains.labels), bool)
     return Examples(stack(domains.inputs), stack(domains.labels), stack(real), stack(domains.domain))

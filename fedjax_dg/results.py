@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from scipy import stats
 
+from fedjax_dg import sharding
 from fedjax_dg.config import RunConfig, differences
 from fedjax_dg.types import PyTree
 
@@ -71,29 +72,29 @@ def environment() -> dict[str, Any]:
 class RunFolder:
     """``runs/<name>/``: ``config.json``, ``metrics.jsonl``, ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``.
 
-    Raises ``ValueError`` when the folder holds another configuration, the same one without ``resume``, or something
-    else, or cannot be written.
+    Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
+    configuration, the same one without ``resume``, or something else, or cannot be written.
     """
 
     def __init__(self, path: Path, config: RunConfig, resume: bool = False, overwrite: bool = False):
         self.path = Path(path)
+        wanted = {"schema": SCHEMA, **dataclasses.asdict(config)}
         try:
-            self._open({"schema": SCHEMA, **dataclasses.asdict(config)}, resume, overwrite)
+            is_run = self._check(wanted, resume, overwrite)
+            sharding.wait("the run folder is checked")
+            if sharding.is_first():
+                self._make(wanted, is_run and overwrite)
+            sharding.wait("the run folder is made")
         except OSError as error:
             raise ValueError(f"{self.path} cannot be a run folder ({error.strerror}): choose another --out.") from None
 
-    def _open(self, wanted: dict[str, Any], resume: bool, overwrite: bool) -> None:
+    def _check(self, wanted: dict[str, Any], resume: bool, overwrite: bool) -> bool:
+        """Whether there is a run; in every process alike."""
         is_run = (self.path / "config.json").exists()
         # hidden files do not count: a run killed in its first write has left one
         if not is_run and self.path.exists() and any(p.name[0] != "." for p in self.path.iterdir()):
             raise ValueError(f"{self.path} exists and is no run folder: choose another --out.")
-        if is_run and overwrite:
-            # out of the way in one step: a run killed in the middle of deleting leaves no half of the old one
-            here = self.path.resolve()
-            old = here.with_name(f".{here.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            shutil.rmtree(here.rename(old))
-        elif is_run:
+        if is_run and not overwrite:
             found = read_json(self.path / "config.json")
             if found != wanted:
                 raise ValueError(
@@ -105,6 +106,15 @@ class RunFolder:
                     f"{self.path} already holds this run: pass --resume to continue it (finished cells are not run "
                     "again), --overwrite to start over, or another --out."
                 )
+        return is_run
+
+    def _make(self, wanted: dict[str, Any], replace: bool) -> None:
+        if replace:
+            # out of the way in one step: a run killed in the middle of deleting leaves no half of the old one
+            here = self.path.resolve()
+            old = here.with_name(f".{here.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(here.rename(old))
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.json", json.dumps(wanted, indent=2) + "\n")
 
@@ -115,6 +125,8 @@ class RunFolder:
 
     def keep_metrics(self, rounds: dict[str, int]) -> None:
         """Drop lines of ``metrics.jsonl`` that lie beyond a cell's checkpoint: that work is going to be repeated."""
+        if not sharding.is_first():
+            return
         path, kept = self.path / "metrics.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
@@ -127,6 +139,8 @@ class RunFolder:
 
     def add_metrics(self, cell: Cell, record: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
+        if not sharding.is_first():
+            return
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps(_strict({"cell": cell.name, **cell._asdict(), **record})) + "\n")
 
@@ -255,6 +269,8 @@ def summarise(cells: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
 
 def write_results(folder: RunFolder, config: RunConfig, cells: list[dict], failed: list[dict], title: str) -> None:
     """``result.json`` and ``table.md`` of all finished cells."""
+    if not sharding.is_first():
+        return
     summary, paired = summarise(cells)
     result = {
         "schema": SCHEMA,

@@ -10,7 +10,7 @@ from fedjax_dg.types import Aggregator, Algorithm, Received, RoundInfo, ServerSt
 
 
 def make_step(
-    backbone, algorithm: Algorithm, topology: Topology, to_station: Aggregator, to_server: Aggregator, chunk: int | None
+    backbone, algorithm: Algorithm, topology: Topology, to_station: Aggregator, to_server: Aggregator, chunk: int
 ) -> Callable:
     """``step(state, (examples [S, C, N, ...], ids [S, C]), key) -> (state, RoundInfo)``: one server round.
 
@@ -32,25 +32,26 @@ def make_step(
         shared, stations, clients = state.shared, state.stations, origin
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
 
-        def each_client(part, finish, key, stations, clients):
-            def one(station, client):
-                (model, memory, *_), (own, at_start, held, i) = station, client
-                received = Received(model, shared, memory, at_start, state.round)
-                return part(received, own, held, jax.random.fold_in(key, i))
+        def each_client(part, finish, common, stations, clients):
+            def one(common, station, client):
+                (shared, number, key, *last), (model, memory, *_), (own, at_start, held, i) = common, station, client
+                received = Received(model, shared, memory, at_start, number)
+                return part(received, own, held, jax.random.fold_in(key, i), *last)
 
-            return local.map_clients(one, stations, (clients, origin, examples, ids), chunk, finish)
+            common = (shared, state.round, *common)
+            return local.map_clients(one, common, stations, (clients, origin, examples, ids), chunk, finish)
 
         if algorithm.survey is not None:
             clients, messages = each_client(
-                *local.surveying(backbone, algorithm), survey_key, (models, stations), clients
+                *local.surveying(backbone, algorithm), (survey_key,), (models, stations), clients
             )
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
         def station_round(carry, number):
             stations, clients = carry
-            key, last = jax.random.fold_in(local_key, number), number == topology.station_rounds - 1
-            visiting = local.visiting(backbone, algorithm, topology, rules, last)
-            stations, clients, up, told = each_client(*visiting, key, (*stations, weights, shares), clients)
+            common = (jax.random.fold_in(local_key, number), number == topology.station_rounds - 1)
+            visiting = local.visiting(backbone, algorithm, topology, rules)
+            stations, clients, up, told = each_client(*visiting, common, (*stations, weights, shares), clients)
             return ((stations, clients), up), told
 
         start = ((models, stations, state.station_rule), clients)
@@ -61,7 +62,7 @@ def make_step(
         (models, stations, station_rule), clients = carry
         if to_server.at_station:
             measured = each_client(
-                *local.measuring(backbone, to_server), local_key, (models, stations, weights), clients
+                *local.measuring(backbone, to_server), (local_key,), (models, stations, weights), clients
             )
         variables, server_rule, orders, server_info = local.merge_models(
             backbone, to_server, state.server_rule, state.variables, models, station_weights, measured

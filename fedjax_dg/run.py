@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_dg import sharding
 from fedjax_dg.aggregators.mean import mean
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
+from fedjax_dg.estimate import choose_chunk
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
 from fedjax_dg.round import make_step
@@ -30,6 +32,8 @@ class Round:
     backbone: Backbone
     algorithm: Algorithm
     topology: Topology
+    rules: tuple[Aggregator, Aggregator]  # of the stations and the server
+    mesh: sharding.Mesh | None
     init: Callable[..., ServerState]  # jitted (key, variables=None)
     step: Callable[..., tuple[ServerState, RoundInfo]]  # one round, pure: jit, vmap or lower it as you like
     block: Any  # jitted (state, data, key, length) -> (state, RoundInfo [length, ...]); consumes ``state``
@@ -47,18 +51,27 @@ def make_round(
     to_server: Aggregator | None = None,
     to_station: Aggregator | None = None,
     chunk: int | None = None,
+    mesh: sharding.Mesh | None = None,
 ) -> Round:
     """What clients do, how stations and the server merge (``mean()`` by default), and the sizes: a round.
 
-    ``chunk``: how many clients are computed at once (``local.map_clients``); None chooses by backend. Keep the result
-    and use it for every seed: its compiled program is kept with it. ``init(key)`` draws the start of a run; ``init(key,
-    variables)`` starts from given (pretrained) ones of ``backbone``, and draws only what they lack.
+    ``chunk``: how many clients of a station are computed at once (``local.map_clients``: 0 = those of all stations); None:
+    ``estimate.choose_chunk``. ``mesh``: devices to spread over (``sharding.mesh_for``), each with its own clients; the
+    federation must be placed on the same. Keep the result and use it for every seed: its compiled program is kept with
+    it. ``init(key)`` draws the start of a run; ``init(key, variables)`` starts from given (pretrained) ones of
+    ``backbone``, and draws only what they lack.
     """
     to_server, to_station = to_server or mean(), to_station or mean()
     backbone = algorithm.adapt(backbone)
     for rule in (to_station, to_server):
         check_rule(backbone, rule)
-    step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
+    if chunk is None:
+        chunk = choose_chunk(backbone, algorithm, topology, mesh.size if mesh else 1)
+    plain_step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
+
+    def step(state, data, key):
+        with sharding.under(mesh):
+            return plain_step(state, data, key)
 
     def init(key, variables=None):
         variables_key, key = jax.random.split(key)
@@ -81,15 +94,19 @@ def make_round(
 
     def judge(variables, data, key, num_domains):
         predict = functools.partial(algorithm.predict, backbone)
-        return evaluate(predict, num_domains, backbone.num_classes, variables, data, key)
+        with sharding.under(mesh):
+            return evaluate(predict, num_domains, backbone.num_classes, variables, data, key)
 
+    placed = sharding.of_state(mesh)
     return Round(
         backbone,
         algorithm,
         topology,
-        jax.jit(init),
+        (to_station, to_server),
+        mesh,
+        jax.jit(init, out_shardings=placed),
         step,
-        jax.jit(block, static_argnames="length", donate_argnames="state"),
+        jax.jit(block, static_argnames="length", donate_argnames="state", out_shardings=(placed, None)),
         jax.jit(judge, static_argnames="num_domains"),
     )
 
@@ -121,6 +138,7 @@ def run_blocks(
         state = round_fn.algorithm.prepare(round_fn.backbone, state, federation.data, key)
     while done < rounds:
         state, info = round_fn.block(state, federation.data, key, length=eval_every)
+        info = sharding.fetch(info)
         check_finite(info, done)
         done += eval_every
         judge_key = jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done)

@@ -155,6 +155,10 @@ def _sum_messages(messages, weights):
     return ()
 
 
+def _start_model(start, models):
+    return start
+
+
 class Aggregator(NamedTuple):
     """How several models become one: of clients at a station, or of stations at the server."""
 
@@ -174,9 +178,12 @@ class Aggregator(NamedTuple):
     add: Callable[..., PyTree] = operator.add
     #: (messages [C], weights [C]) -> message: a station's message from those of its clients.
     combine: Callable[..., PyTree] = _sum_messages
-    #: (backbone, start, models [n], messages [n]) -> (models, messages, orders, info): models into one basis before the
-    #: merge. ``orders`` [n, ...] by permutation group: states of the models' clients and stations follow them.
+    #: (backbone, target, models [n], messages [n]) -> (models, messages, orders, info): models, each by itself, into the
+    #: basis of ``target`` before the merge. ``orders`` [n, ...] by permutation group: states of the models' clients and
+    #: stations follow them.
     align: Callable[..., tuple[Variables, PyTree, PyTree, Metrics]] | None = None
+    #: (start, models [n]) -> model: the target of ``align``.
+    target: Callable[..., Variables] = _start_model
     #: Measure with the station's merged model after the last station round, instead of with each client's own.
     at_station: bool = False
 

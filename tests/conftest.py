@@ -4,6 +4,10 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+# several devices for what spreads over a mesh; everything else uses the first
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_compilation_cache", False)  # the command line turns it on
+
 # no module of the package is imported above: the hook sees them all
 install_import_hook("fedjax_dg", "beartype.beartype")
 

@@ -1,6 +1,7 @@
-"""LeNet-5, the convolution by block band matrices, and the pools: against XLA's and Flax's own."""
+"""LeNet-5, the convolution by matrix products, and the pools: against XLA's and Flax's own."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from fedjax_dg.backbones import BACKBONES, lenet5
 from fedjax_dg.backbones import convolution as convolutions
 from fedjax_dg.backbones.backbone import avg_pool, max_pool, scale_pixels
-from fedjax_dg.backbones.convolution import MOST_FILTERS, block_toeplitz, convolution
+from fedjax_dg.backbones.convolution import MOST_FILTERS, block_toeplitz, convolution, im2col
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -31,7 +32,9 @@ def xla(inputs, kernel, padding, strides=(1, 1), **options):
     return lax.conv_general_dilated(inputs, kernel, strides, padding, dimension_numbers=NHWC, **options)
 
 
-# --- block_toeplitz -------------------------------------------------------------------------------------------------
+# --- convolution by matrix products ---------------------------------------------------------------------------------
+
+FORMS = pytest.mark.parametrize("form", [block_toeplitz, im2col])
 
 SHAPES = {  # inputs [B, H, W, I], kernel [kh, kw, I, O], padding
     "lenet conv1": ((2, 32, 32, 3), (5, 5, 3, 6), "VALID"),
@@ -55,29 +58,32 @@ def with_gradients(convolve):
     return jax.jit(function)
 
 
+@FORMS
 @pytest.mark.parametrize("case", SHAPES)
-def test_block_toeplitz_is_the_convolution(case):
+def test_every_form_is_the_convolution(form, case):
     shape, kernel_shape, padding = SHAPES[case]
     inputs, kernel = draw(*shape), draw(*kernel_shape, seed=1)
-    actual = with_gradients(lambda x, k: block_toeplitz(x, k, padding))(inputs, kernel)
+    actual = with_gradients(lambda x, k: form(x, k, padding))(inputs, kernel)
     expected = with_gradients(lambda x, k: xla(x, k, padding))(inputs, kernel)
     for a, b in zip(actual, expected):
         near(a, b)
 
 
-def test_block_toeplitz_maps_over_clients_with_their_own_kernels():
+@FORMS
+def test_every_form_maps_over_clients_with_their_own_kernels(form):
     shape, kernel_shape, padding = SHAPES["same"]
     inputs, kernels = draw(3, *shape), draw(3, *kernel_shape, seed=1)
-    actual = jax.vmap(with_gradients(lambda x, k: block_toeplitz(x, k, padding)))(inputs, kernels)
+    actual = jax.vmap(with_gradients(lambda x, k: form(x, k, padding)))(inputs, kernels)
     expected = [with_gradients(lambda x, k: xla(x, k, padding))(x, k) for x, k in zip(inputs, kernels)]
     for i in range(3):
         for a, b in zip(actual, expected[i]):
             near(a[i], b)
 
 
-def test_block_toeplitz_keeps_low_precision():
+@FORMS
+def test_every_form_keeps_low_precision(form):
     inputs, kernel = draw(1, 6, 6, 2).astype(jnp.bfloat16), draw(3, 3, 2, 4, seed=1).astype(jnp.bfloat16)
-    outputs = block_toeplitz(inputs, kernel, "VALID")
+    outputs = form(inputs, kernel, "VALID")
     assert outputs.dtype == jnp.bfloat16
     expected = xla(inputs.astype(jnp.float32), kernel.astype(jnp.float32), "VALID")
     near(outputs.astype(jnp.float32), expected, 1e-2)  # bfloat16 has 8 bits of precision
@@ -104,7 +110,7 @@ def test_convolution_is_what_linen_computes(case, monkeypatch):
     """Equal values everywhere; ``block_toeplitz`` exactly where it is faster and means the same."""
     options, by_blocks = CONVS[case]
     calls = []
-    monkeypatch.setattr(convolutions, "block_toeplitz", lambda *a: calls.append(a) or block_toeplitz(*a))
+    monkeypatch.setattr(convolutions, "block_toeplitz", lambda *a, **k: calls.append(a) or block_toeplitz(*a, **k))
     options = {"features": 4, "kernel_size": (3, 3)} | options
     inputs = draw(2, 9, 8, 4)
     own, linen = nn.Conv(conv_general_dilated=convolution, **options), nn.Conv(**options)
@@ -113,11 +119,13 @@ def test_convolution_is_what_linen_computes(case, monkeypatch):
     assert bool(calls) == by_blocks
 
 
-def test_convolution_is_xlas_where_there_is_no_cpu(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(convolutions, "block_toeplitz", None)
-    inputs, kernel = draw(1, 6, 6, 2), draw(3, 3, 2, 4, seed=1)
-    near(convolution(inputs, kernel, (1, 1), "VALID", dimension_numbers=NHWC), xla(inputs, kernel, "VALID"))
+@pytest.mark.parametrize("platform, inner", [("cpu", 3 * (3 + 3) * 2), ("cuda", 3 * 3 * 2), ("tpu", 3 * 3 * 2)])
+def test_convolution_suits_the_platform_it_is_lowered_for(platform, inner):
+    """The one product in it: over three rows of 6 = 4 + 3 - 1 columns x 2 channels by blocks, over 3 x 3 x 2 by im2col."""
+    function = jax.jit(lambda x, k: convolution(x, k, (1, 1), "VALID", dimension_numbers=NHWC))
+    shapes = jax.ShapeDtypeStruct((1, 6, 6, 2), jnp.float32), jax.ShapeDtypeStruct((3, 3, 2, 4), jnp.float32)
+    text = function.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    assert f"x{inner}xf32>" in re.findall("stablehlo.dot_general.*", text)[-1]
 
 
 # --- pools ----------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_the_last_pass_covers_every_example_once(options, rows):
     @jax.jit
     def watched(last):
         received = Received(start, (), (), ())
-        return local.train(BACKBONE, algorithm, topology, rules, last, received, (), examples, KEY).watched
+        return local.train(BACKBONE, algorithm, topology, rules, received, (), examples, KEY, last).watched
 
     of_station, of_server = watched(True)
     assert of_station == ()

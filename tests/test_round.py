@@ -294,12 +294,13 @@ def test_a_client_without_data_keeps_its_state(key):
 # --- layout in memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [None, 0, 1, 2, 8])
+@pytest.mark.parametrize("chunk", [0, 1, 2, 8])
 def test_every_chunk_maps_each_client_with_its_station(chunk):
     """Also chunks that do not divide the clients, or that exceed them."""
     stations, clients = jnp.array([10.0, 20.0]), {"x": jnp.arange(6.0).reshape(2, 3)}
-    out = map_clients(lambda s, c: {"sum": s + c["x"], "pair": jnp.stack([s, c["x"]])}, stations, clients, chunk)
-    assert out["sum"].tolist() == [[10, 11, 12], [23, 24, 25]]
+    one = lambda more, s, c: {"sum": more + s + c["x"], "pair": jnp.stack([s, c["x"]])}
+    out = map_clients(one, jnp.float32(0.5), stations, clients, chunk)
+    assert out["sum"].tolist() == [[10.5, 11.5, 12.5], [23.5, 24.5, 25.5]]
     assert out["pair"][1, 2].tolist() == [20, 5]
 
 

@@ -98,8 +98,7 @@ def hfedatm(
     matched = Matching(epsilon, matching, cost, assignment, soft, propagate, align_dense)
     form = GramForm(max_gram, oversize, rank)
 
-    def align(backbone, start, models, grams):
-        target = start if reference == "previous_global" else tree.take(models, 0)
+    def align(backbone, target, models, grams):
         aligned = align_all(models, target, backbone.groups, grams or None, matched)
         moved = outputs_moved(backbone, models, aligned.variables)
         info = {"fot": aligned.info, "outputs_moved": moved}
@@ -119,6 +118,8 @@ def hfedatm(
         return tree.where(weights.sum() > 0, merged, start), state, info
 
     rule = Aggregator(weigh=weighting_of(weighting), merge=merge, align=align if fot else None)
+    if reference == "first":
+        rule = rule._replace(target=lambda start, models: tree.take(models, 0))
     if not regmean:
         return rule._replace(combine=lambda messages, weights: {}, measure=lambda *_: {})
     finish = per_row if gram == "mean" else lambda grams: grams

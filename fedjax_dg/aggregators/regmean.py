@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from fedjax_dg import tree
+from fedjax_dg import sharding, tree
 from fedjax_dg.aggregators.grams import Gram, LowRankGram
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.errors import unknown
@@ -173,13 +173,10 @@ def merge_dense(
 def shifts(
     kernels: Float[Array, "e d o"], merged: Float[Array, "d o"], totals: Float[Array, "e d"]
 ) -> Float[Array, " o"]:
-    """sum_e (W_e - W)^T t_e, one model after another: the differences of all at once would be as large as the models."""
+    """sum_e (W_e - W)^T t_e: never the differences of all models at once, which would be as large as the models."""
 
-    def add(total, model):
-        kernel, rows = model
-        return total + jnp.matmul(rows, kernel - merged, precision="highest"), None
-
-    return jax.lax.scan(add, jnp.zeros_like(merged[0]), (kernels, totals))[0]
+    shift = lambda merged, model: jnp.matmul(model[1], model[0] - merged, precision="highest")
+    return sharding.total(shift, merged, (kernels, totals))
 
 
 def shrink(gram: Float[Array, "... d d"], alpha: ArrayLike) -> Float[Array, "... d d"]:
@@ -207,13 +204,12 @@ def normal_equations(
     """The systems of a layer, one a block of its Gram."""
     blocks = statistics.gram if statistics.gram.ndim == 4 else statistics.gram[:, None]
 
-    def add(sums, model):  # one model after another: a difference of all kernels at once would be as large as they are
-        kernel, shrunken = model[0] - mean, shrink(model[1], alpha)
-        product = jnp.matmul(shrunken, fold(kernel, *blocks.shape[1:3]), precision="highest")
-        return jax.tree.map(jnp.add, sums, System(shrunken, product)), None
+    def of_model(common, model):
+        (mean, alpha), (kernel, gram) = common, model
+        difference, shrunken = fold(kernel - mean, *blocks.shape[1:3]), shrink(gram, alpha)
+        return System(shrunken, jnp.matmul(shrunken, difference, precision="highest"))
 
-    zeros = System(jnp.zeros_like(blocks[0]), jnp.zeros_like(fold(mean, *blocks.shape[1:3])))
-    (matrix, target), _ = jax.lax.scan(add, zeros, (kernels, blocks))
+    matrix, target = sharding.total(of_model, (mean, alpha), (kernels, blocks))
     power = _diagonals(matrix).mean()
     pull = jnp.where(power > 0, ridge * power, 1.0)
     return System(matrix + pull * jnp.eye(matrix.shape[-1], dtype=matrix.dtype), target)

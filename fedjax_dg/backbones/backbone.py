@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
 from fedjax_dg.alignment.groups import Group
+from fedjax_dg.errors import unknown
 from fedjax_dg.types import Key, Variables
 
 
@@ -38,6 +40,7 @@ class Backbone:
     layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``.
     ``groups`` are its permutation symmetries (see ``alignment``).
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
+    ``dtype`` is what layers compute in (``in_precision``); parameters, statistics, features and logits stay float32.
     ``weight_names`` says under which names published checkpoints hold a layer: path below ``params`` -> PyTorch names.
     """
 
@@ -48,6 +51,7 @@ class Backbone:
     groups: tuple[Group, ...] = ()
     transform: Callable[[Array], Array] = scale_pixels
     weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    dtype: Any = jnp.float32
 
     def init(self, key: Key, inputs: Array | None = None) -> Variables:
         """Fresh Variables. ``inputs`` [B, *shape] is only looked at for its shape; by default ``input_shape`` is used."""
@@ -57,15 +61,15 @@ class Backbone:
 
     def apply(self, variables: Variables, inputs: Array) -> Float[Array, "B K"]:
         """Logits in evaluation mode."""
-        return self.module.apply(variables._asdict(), self.transform(inputs), train=False)
+        return self._run(variables, self.transform(inputs), train=False)
 
     def features(self, variables: Variables, inputs: Array) -> Float[Array, "B D"]:
         """Features z in evaluation mode."""
-        return self.module.apply(variables._asdict(), self.transform(inputs), train=False, method="features")
+        return self._run(variables, self.transform(inputs), train=False, method="features")
 
     def head(self, variables: Variables, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         """Logits of given features."""
-        return self.module.apply(variables._asdict(), z, method="classify")
+        return self._run(variables, z, method="classify")
 
     def forward(self, variables: Variables, inputs: Array, mask: Bool[Array, " B"], key: Key) -> Forward:
         """A training-mode pass; ``mask`` marks the real rows."""
@@ -74,15 +78,23 @@ class Backbone:
             z = module.features(x, train=True, mask=mask)
             return z, module.classify(z)
 
+        options = {"method": both, "mutable": ["batch_stats"], "rngs": {"dropout": key}}
         with tapped() as seen:
-            (z, logits), changed = self.module.apply(
-                variables._asdict(),
-                self.transform(inputs),
-                method=both,
-                mutable=["batch_stats"],
-                rngs={"dropout": key},
-            )
+            (z, logits), changed = self._run(variables, self.transform(inputs), **options)
         return Forward(z, logits, dict(changed).get("batch_stats", variables.batch_stats), seen)
+
+    def _run(self, variables: Variables, x: Array, **options):
+        """The module in its precision: parameters and input cast to it on the way in, what comes out to float32."""
+        cast = lambda tree, dtype: jax.tree.map(
+            lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
+        )
+        if self.dtype == jnp.float32:
+            return self.module.apply(variables._asdict(), x, **options)
+        params = cast(variables.params, self.dtype)
+        out = self.module.apply(
+            {"params": params, "batch_stats": variables.batch_stats}, cast(x, self.dtype), **options
+        )
+        return cast(out, jnp.float32)
 
     def dense_inputs(self, variables: Variables, inputs: Array) -> dict[str, Float[Array, "B *t d"]]:
         """What each ``nn.Dense`` reads in an evaluation-mode pass, by layer name, rows = examples."""
@@ -96,6 +108,20 @@ class Backbone:
         example = jax.ShapeDtypeStruct((1, *self.input_shape), jnp.float32)
         jax.eval_shape(lambda v, x: found.update(first_readers(self.dense_inputs(v, x))), variables, example)
         return found
+
+
+PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def in_precision(backbone: Backbone, precision: str) -> Backbone:
+    """The same network computing in ``float32`` or ``bfloat16``, with its parameters and their updates in float32.
+
+    What RegMean reads of a layer is then rounded to bfloat16, but summed and solved in float32. ``ValueError`` for another
+    name.
+    """
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
+    return dataclasses.replace(backbone, dtype=PRECISIONS[precision])
 
 
 @contextlib.contextmanager

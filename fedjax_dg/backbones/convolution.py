@@ -1,16 +1,18 @@
 """The one place that chooses how a convolution is computed; handed to ``nn.Conv(conv_general_dilated=...)``.
 
-Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one, and XLA's CPU
-convolution is slow inside a scan even for one client. On CPU, small images therefore go through a matrix product.
+Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one: slow on CPU and
+GPU, and on a TPU mesh not even divided among the devices. Narrow layers, which do not fill a device, therefore go through
+matrix products, in a form that suits the platform the program is lowered for (not the one it is lowered on).
 """
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-# Up to this many filters, XLA's CPU convolution loses to ``block_toeplitz``; wider layers are unmeasured.
+# Layers of up to this many filters go through matrix products; wider ones fill a device by themselves.
 MOST_FILTERS = 32
 # Output columns that share one band matrix: fewer make the product thin, more fill the band with zeros.
 BLOCK_WIDTHS = range(4, 9)
@@ -29,10 +31,11 @@ def convolution(
     precision=None,
     **options,
 ) -> Float[Array, "B U V O"]:
-    """``lax.conv_general_dilated`` for ``nn.Conv``, by ``block_toeplitz`` where that is faster and means the same.
+    """``lax.conv_general_dilated`` for ``nn.Conv``; by matrix products where that is faster and means the same.
 
-    It is: on CPU, for stride 1, no dilation, one group and at most ``MOST_FILTERS`` filters (measured with
-    ``experiments/benchmarks/convolution.py``: a round of LeNet-5 is 5.5 times faster than with XLA's own convolution).
+    It is for stride 1, no dilation, one group and at most ``MOST_FILTERS`` filters: by ``block_toeplitz`` on CPU (a round
+    of LeNet-5 takes 0.2 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), by ``im2col``
+    elsewhere (``experiments/benchmarks/tpu_aot.py``, ``gpu.py``).
     """
     plain = (
         all(s == 1 for s in window_strides)
@@ -40,8 +43,11 @@ def convolution(
         and feature_group_count == 1
         and kernel.shape[-1] <= MOST_FILTERS
     )
-    if plain and jax.default_backend() == "cpu":
-        return block_toeplitz(inputs, kernel, padding, precision)
+    if plain:
+        on_cpu, elsewhere = (
+            functools.partial(f, padding=padding, precision=precision) for f in (block_toeplitz, im2col)
+        )
+        return lax.platform_dependent(inputs, kernel, cpu=on_cpu, default=elsewhere)
     return lax.conv_general_dilated(
         inputs,
         kernel,
@@ -56,6 +62,26 @@ def convolution(
     )
 
 
+def pad(inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding) -> Float[Array, "B h w I"]:
+    """The inputs with zeros around them, by ``lax``'s names or as pairs: what is left is a convolution without padding."""
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(inputs.shape[1:3], kernel.shape[:2], (1, 1), padding)
+    return jnp.pad(inputs, ((0, 0), *(tuple(sides) for sides in padding), (0, 0)))
+
+
+def im2col(
+    inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding, precision=None
+) -> Float[Array, "B U V O"]:
+    """Stride-1 convolution as one product: the pixels under each place of the kernel [B*U*V, kh*kw*I] times the kernel."""
+    kh, kw, num_in, num_out = kernel.shape
+    inputs = pad(inputs, kernel, padding)
+    batch, out_height, out_width = inputs.shape[0], inputs.shape[1] - kh + 1, inputs.shape[2] - kw + 1
+    under = [inputs[:, i : i + out_height, j : j + out_width] for i in range(kh) for j in range(kw)]
+    patches = jnp.concatenate(under, axis=-1).reshape(-1, kh * kw * num_in)
+    outputs = jnp.matmul(patches, kernel.reshape(-1, num_out), precision=precision)
+    return outputs.reshape(batch, out_height, out_width, num_out)
+
+
 def block_toeplitz(
     inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding, precision=None
 ) -> Float[Array, "B U V O"]:
@@ -66,13 +92,12 @@ def block_toeplitz(
     the forward pass and both gradients are dense products; the zeros cost w / kw times the convolution's arithmetic.
     """
     kh, kw, num_in, num_out = kernel.shape
-    pads = lax.padtype_to_pads(inputs.shape[1:3], (kh, kw), (1, 1), padding) if isinstance(padding, str) else padding
-    (top, bottom), (left, right) = (tuple(p) for p in pads)
-    batch, height, width = inputs.shape[0], inputs.shape[1] + top + bottom, inputs.shape[2] + left + right
+    inputs = pad(inputs, kernel, padding)
+    batch, height, width, _ = inputs.shape
     out_height, out_width = height - kh + 1, width - kw + 1
     block = min(BLOCK_WIDTHS, key=lambda v: -(-out_width // v) * v * (v + kw - 1))
     num_blocks, span = -(-out_width // block), block + kw - 1
-    inputs = jnp.pad(inputs, ((0, 0), (top, bottom), (left, right + num_blocks * block - out_width), (0, 0)))
+    inputs = jnp.pad(inputs, ((0, 0), (0, 0), (0, num_blocks * block - out_width), (0, 0)))
     columns = jnp.stack(
         [inputs[:, :, n * block : n * block + span].reshape(batch, height, span * num_in) for n in range(num_blocks)],
         axis=2,

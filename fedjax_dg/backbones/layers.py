@@ -84,7 +84,7 @@ def adaptive_avg_pool(x: Float[Array, "B H W C"], height: int, width: int) -> Fl
     if x.shape[1:3] == (height, width):
         return x
     rows, columns = _bins(x.shape[1], height), _bins(x.shape[2], width)
-    return jnp.einsum("bhwc,ih,jw->bijc", x, rows, columns, precision="highest")
+    return jnp.einsum("bhwc,ih,jw->bijc", x, rows, columns, precision="highest").astype(x.dtype)
 
 
 def _bins(size: int, bins: int) -> Float[np.ndarray, "n s"]:

@@ -16,7 +16,7 @@ import pytest
 import reference
 from tiny import tiny_backbone, tiny_federation
 
-from fedjax_dg import Round, make_round, tree
+from fedjax_dg import Round, make_round, sharding, tree
 from fedjax_dg.aggregators import AGGREGATORS, mean
 from fedjax_dg.algorithms import ALGORITHMS, keep_optimizer
 from fedjax_dg.types import Local, Received
@@ -56,10 +56,10 @@ def hparams_of(names):
     return inspect.signature(ALGORITHMS[names[0]]).parameters["hparams"].default
 
 
-def build(names, hparams=None, federation=FEDERATION, chunk=1) -> Round:
+def build(names, hparams=None, federation=FEDERATION, chunk=1, mesh=None) -> Round:
     algorithm, aggregator = ALGORITHMS[names[0]], AGGREGATORS[names[1]]
     algorithm = algorithm(hparams_of(names) if hparams is None else hparams)
-    return make_round(BACKBONE, algorithm, federation.topology, to_server=aggregator(), chunk=chunk)
+    return make_round(BACKBONE, algorithm, federation.topology, to_server=aggregator(), chunk=chunk, mesh=mesh)
 
 
 def saved(state):
@@ -170,6 +170,33 @@ def test_a_round_needs_no_jit(names):
     case = case_of(names)
     state, _ = case.round_fn.step(loaded(case.states[0]), FEDERATION.data, KEY)
     chex.assert_trees_all_close(state, case.states[1], **CLOSE)
+
+
+@functools.cache
+def spread_over(names, across, within):
+    """The case's round on a mesh: its compiled block of three rounds, and state and data placed there."""
+    mesh = sharding.mesh_for(FEDERATION.topology, jax.devices()[: across * within])
+    assert tuple(mesh.shape.values()) == (across, within)
+    round_fn = build(names, mesh=mesh)
+    state = sharding.place(case_of(names).states[0], mesh)
+    data = sharding.place_data(FEDERATION.data, mesh)
+    return round_fn.block.lower(state, data, KEY, length=3).compile(), state, data
+
+
+# the everyday check of each: on all its devices
+MESHES = [pytest.param(size, marks=() if size == (2, 4) else pytest.mark.slow, id=str(size)) for size in ((2, 1), (2, 4))]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("names", ALL)
+def test_three_rounds_spread_over_devices(names, mesh):
+    """To 1e-6: the sums of weighted means are made in another order. All that devices say to each other are sums."""
+    case = case_of(names)
+    program, state, data = spread_over(names, *mesh)
+    state, infos = program(state, data, KEY)
+    chex.assert_trees_all_close(state, case.states[3], rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(infos, jax.tree.map(lambda *x: np.stack(x), *case.infos), **CLOSE)
+    assert set(sharding.collectives(program)) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("names", EACH_ONCE)

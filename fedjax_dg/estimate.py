@@ -1,0 +1,131 @@
+"""What a round will take: how many clients fit into a device at once, and how long a run will last, before it starts."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_dg import local, tree
+from fedjax_dg.types import Algorithm, PyTree, Received, Topology
+
+if TYPE_CHECKING:
+    from fedjax_dg.federation import Federation
+    from fedjax_dg.run import Round
+
+# Share of a device's memory that clients in training may take; the data, and XLA's own needs, have the rest.
+TRAINING_SHARE = 0.5
+
+
+def num_bytes(shapes: PyTree) -> int:
+    """Bytes of arrays or of ``jax.eval_shape``'s answer."""
+    return sum(
+        int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes) if hasattr(x.dtype, "itemsize")
+    )
+
+
+def client_bytes(backbone, algorithm: Algorithm, topology: Topology) -> int:
+    """Memory of one client in training: four models (received, own, gradient, momentum), its state, and for a batch
+    what the backward pass keeps of the forward pass, with as much again for the gradients of it.
+    """
+    start = jax.eval_shape(lambda key: algorithm.init(backbone, backbone.init(key), key), jax.random.key(0))
+    size = topology.batch_size
+    inputs = jax.ShapeDtypeStruct((size, *backbone.input_shape), jnp.float32)
+
+    def kept(params, stats, inputs):
+        def logits(params):
+            variables = start.variables._replace(params=params, batch_stats=stats)
+            return backbone.forward(variables, inputs, jnp.ones(size, bool), jax.random.key(0)).logits
+
+        return jax.vjp(logits, params)[1]
+
+    residuals = jax.eval_shape(kept, start.variables.params, start.variables.batch_stats, inputs)
+    activations = max(0, num_bytes(residuals) - num_bytes(start.variables.params))
+    return 4 * num_bytes(start.variables) + 2 * num_bytes(start.client) + num_bytes(inputs) + 2 * activations
+
+
+def choose_chunk(backbone, algorithm: Algorithm, topology: Topology, num_devices: int = 1) -> int:
+    """How many clients of a station to compute at once, for ``local.map_clients``: 0 = those of all stations.
+
+    One on CPU, where a client's working set then stays in the cache (``experiments/benchmarks/convolution.py``: 0.08 ms an
+    image against 0.12 for LeNet-5). Elsewhere as many as fit into ``TRAINING_SHARE`` of the device's memory.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return 1
+    limit = (device.memory_stats() or {}).get("bytes_limit", 16 * 2**30)
+    room = int(TRAINING_SHARE * limit // client_bytes(backbone, algorithm, topology))
+    participants = topology.participants or topology.clients_per_station
+    if room >= -(-topology.stations * participants // num_devices):
+        return 0
+    return max(1, min(room, participants))
+
+
+class Duration(NamedTuple):
+    """Seconds of a run, foreseen from ``steps`` timed local steps; servers and checkpoints come on top."""
+
+    client_step: float
+    round: float
+    evaluation: float
+    run: float
+
+
+def duration(
+    round_fn: Round, federation: Federation, rounds: int, eval_every: int = 1, cells: int = 1, jobs: int = 1
+) -> Duration:
+    """Foresee the time of ``cells`` runs of ``rounds`` rounds, ``jobs`` at a time, from the largest client's own part.
+
+    That client is trained and measured alone, as many times at once as there will be jobs; a round is that for all real
+    local steps of all clients, divided among the devices. Left out: merges at stations and the server.
+    """
+    topology, backbone, algorithm = round_fn.topology, round_fn.backbone, round_fn.algorithm
+    state = round_fn.init(jax.random.key(0))
+    masks = np.asarray(federation.mask)
+    largest = np.unravel_index(masks.sum(-1).argmax(), masks.shape[:2])
+    examples, memory, station, variables, shared = jax.device_put(
+        jax.tree.map(
+            np.asarray,
+            (
+                tree.take(federation.clients, largest),
+                tree.take(state.clients, largest),
+                tree.take(state.stations, largest[0]),
+                state.variables,
+                state.shared,
+            ),
+        ),
+        jax.devices()[0],
+    )
+    received = Received(variables, shared, station, memory, jnp.int32(0))
+    part = jax.jit(functools.partial(local.visit, backbone, algorithm, topology, round_fn.rules))
+
+    def seconds(last: bool) -> float:
+        def call(_=None):
+            begun = time.perf_counter()
+            jax.block_until_ready(part(received, memory, examples, jax.random.key(0), jnp.asarray(last)))
+            return time.perf_counter() - begun
+
+        call()
+        with ThreadPoolExecutor(jobs) as pool:
+            return statistics.median(t for _ in range(3) for t in pool.map(call, range(jobs)))
+
+    steps = lambda counts: -(-counts // topology.batch_size) * topology.local_epochs
+    if topology.local_steps is not None:
+        steps = lambda counts: np.where(counts > 0, topology.local_steps, 0)
+    counts = masks.sum(-1)
+    taking = (topology.participants or counts.shape[1]) / counts.shape[1]
+    share = float(steps(counts).sum() / steps(counts).max()) * taking / (round_fn.mesh.size if round_fn.mesh else 1)
+    early, last = seconds(False), seconds(True)
+    a_round = share * ((topology.station_rounds - 1) * early + last)
+    judged = (state.variables, federation.evaluation, jax.random.key(0), len(federation.domain_names))
+    jax.block_until_ready(round_fn.evaluate(*judged))
+    begun = time.perf_counter()
+    jax.block_until_ready(round_fn.evaluate(*judged))
+    evaluation = time.perf_counter() - begun
+    total = max(1.0, cells / jobs) * (rounds * a_round + rounds // eval_every * evaluation)
+    return Duration(last / int(steps(counts).max()), a_round, evaluation, total)
