@@ -131,8 +131,8 @@ def run_command(options: RunOptions, console: Console) -> int:
 
 
 def keep_programs() -> None:
-    """Let JAX keep compiled programs for the next run, where the user has not decided otherwise (``JAX_COMPILATION_CACHE_DIR``,
-    ``JAX_ENABLE_COMPILATION_CACHE``)."""
+    """Let JAX keep compiled programs for the next run, unless JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE say
+    otherwise."""
     flags: Any = jax.config
     if flags.jax_compilation_cache_dir is None and flags.jax_enable_compilation_cache:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

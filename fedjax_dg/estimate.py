@@ -87,7 +87,7 @@ def duration(
     topology, backbone, algorithm = round_fn.topology, round_fn.backbone, round_fn.algorithm
     state = round_fn.init(jax.random.key(0))
     masks = np.asarray(federation.mask)
-    largest = np.unravel_index(masks.sum(-1).argmax(), masks.shape[:2])
+    largest = tuple(int(i) for i in np.unravel_index(masks.sum(-1).argmax(), masks.shape[:2]))
     examples, memory, station, variables, shared = jax.device_put(
         jax.tree.map(
             np.asarray,

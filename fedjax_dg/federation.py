@@ -121,7 +121,8 @@ def federate(
         unseen = ~np.isin(domains.identity[judged], domains.identity[train])
     held = [[train[dealt[c]] for c in station] for station in places]
     every = sharding.replicate(
-        (domains.inputs[judged], domains.labels[judged], np.ones(len(judged), bool), domains.domain[judged], unseen), mesh
+        (domains.inputs[judged], domains.labels[judged], np.ones(len(judged), bool), domains.domain[judged], unseen),
+        mesh,
     )
     return Federation(
         clients=_pad(domains, held, mesh),

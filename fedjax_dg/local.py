@@ -313,11 +313,14 @@ def choose_participants(
 
     Draws depend on a client's id, not its place. A station with fewer clients holding data fills up with empty ones.
     """
-    num_stations, num_clients = present.shape
-    if participants is None or participants == num_clients:
-        return jnp.broadcast_to(jnp.arange(num_clients), present.shape)
-    draws = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(ids.reshape(-1)).reshape(present.shape)
-    return jnp.sort(jax.lax.top_k(jnp.where(present, draws, -1.0), participants)[1], axis=1)
+    if participants is None or participants == present.shape[1]:
+        return jnp.broadcast_to(jnp.arange(present.shape[1]), present.shape)
+
+    def choose(key, present, ids):
+        draws = jax.vmap(jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i))))(ids)
+        return jnp.sort(jax.lax.top_k(jnp.where(present, draws, -1.0), participants)[1], axis=1)
+
+    return sharding.each_station(choose, key, *sharding.whole_stations((present, ids)))
 
 
 def weigh(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_dg import local, tree
+from fedjax_dg import local, sharding, tree
 from fedjax_dg.types import Aggregator, Algorithm, Received, RoundInfo, ServerState, Topology
 
 
@@ -17,7 +17,7 @@ def make_step(
     Randomness depends on (key, round, station round, client id) alone. A round's participants are drawn once and take
     part in all its station rounds; only their measurements of the last one go up to the server.
     """
-    rules, rows = (to_station, to_server), jnp.arange(topology.stations)[:, None]
+    rules = (to_station, to_server)
 
     def step(state: ServerState, data, key):
         draw_key, survey_key, local_key = jax.random.split(jax.random.fold_in(key, state.round), 3)
@@ -26,7 +26,7 @@ def make_step(
         picked = local.choose_participants(counts > 0, ids, topology.participants, draw_key)  # [S, P]
         here = (examples, ids, counts, local.client_shares(*local.weigh(rules, counts)), state.clients)
         if topology.participants is not None:  # else a needless copy of the whole data set
-            here = tree.take(here, (rows, picked))
+            here = sharding.take_clients(here, picked)
         examples, ids, counts, shares, origin = here
         weights, station_weights = local.weigh(rules, counts)  # [S, P], [S]
         shared, stations, clients = state.shared, state.stations, origin
@@ -72,7 +72,7 @@ def make_step(
         )
         shared, stations = algorithm.absorb(shared, stations, messages, shares)
         if topology.participants is not None:
-            clients = jax.tree.map(lambda whole, part: whole.at[rows, picked].set(part), state.clients, clients)
+            clients = sharding.put_clients(state.clients, picked, clients)
         metrics, steps, told = tree.take((metrics, steps, station_info), -1)
         info = RoundInfo(picked, metrics, steps, finite.all(0), tree.all_finite(variables), told, server_info)
         return ServerState(variables, shared, clients, stations, station_rule, server_rule, state.round + 1), info

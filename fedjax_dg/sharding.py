@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
 from fedjax_dg import tree
 from fedjax_dg.types import PyTree, ServerState, Topology
@@ -208,6 +209,75 @@ def total(
     together = lambda *given: jax.lax.psum(here(*given), tuple(axes))
     given = (PartitionSpec(), PartitionSpec(tuple(axes)))
     return jax.shard_map(together, in_specs=given, out_specs=PartitionSpec(), check_vma=False)(common, parts)
+
+
+def whole_stations(clients: PyTree) -> PyTree:
+    """Arrays [S, C, ...] so that every device has all the clients of its stations."""
+    if not _axes():
+        return clients
+    given, out = PartitionSpec(STATION, CLIENT), PartitionSpec(STATION)
+    return jax.shard_map(_join, in_specs=given, out_specs=out, check_vma=False)(clients)
+
+
+def take_clients(clients: PyTree, picked: Int[Array, "S P"]) -> PyTree:
+    """Arrays [S, C, ...] of the picked clients only, [S, P, ...]; ``picked`` is whole on every device of a station."""
+
+    def take(clients, picked):
+        def one(x):
+            place = picked - jax.lax.axis_index(CLIENT) * x.shape[1]
+            mine = (place >= 0) & (place < x.shape[1])
+            found = jax.vmap(lambda x, i: x[i])(x, jnp.clip(place, 0, x.shape[1] - 1))
+            return _sum(jnp.where(mine.reshape(*mine.shape, *[1] * (x.ndim - 2)), found, jnp.zeros((), x.dtype)))
+
+        return jax.tree.map(lambda x: _own_part(one(x)), clients)
+
+    if not _axes():
+        return jax.tree.map(jax.vmap(lambda x, i: x[i]), clients, jax.tree.map(lambda _: picked, clients))
+    given, out = (PartitionSpec(STATION, CLIENT), PartitionSpec(STATION)), PartitionSpec(STATION, CLIENT)
+    return jax.shard_map(take, in_specs=given, out_specs=out, check_vma=False)(clients, picked)
+
+
+def put_clients(clients: PyTree, picked: Int[Array, "S P"], parts: PyTree) -> PyTree:
+    """The inverse of ``take_clients``: arrays [S, C, ...] with the picked clients' ``parts`` [S, P, ...] in them."""
+
+    def put(clients, picked, parts):
+        def one(x, part):
+            place = picked - jax.lax.axis_index(CLIENT) * x.shape[1]
+            place = jnp.where(place >= 0, place, x.shape[1])  # not from the end: out of bounds is dropped
+            return jax.vmap(lambda x, i, part: x.at[i].set(part, mode="drop"))(x, place, part)
+
+        return jax.tree.map(one, clients, _join(parts))
+
+    if not _axes():
+        one = jax.vmap(lambda x, i, part: x.at[i].set(part))
+        return jax.tree.map(lambda x, part: one(x, picked, part), clients, parts)
+    each, station = PartitionSpec(STATION, CLIENT), PartitionSpec(STATION)
+    return jax.shard_map(put, in_specs=(each, station, each), out_specs=each, check_vma=False)(clients, picked, parts)
+
+
+# on one device of a station, with x [s, c, ...] its own clients of all [s, C, ...]
+
+
+def _sum(x: Array) -> Array:
+    """Over the station's devices."""
+    return jax.lax.psum(x.astype(jnp.uint8), CLIENT).astype(bool) if x.dtype == bool else jax.lax.psum(x, CLIENT)
+
+
+def _join(clients: PyTree) -> PyTree:
+    """Those of all devices."""
+
+    def one(x):
+        whole = jnp.zeros((x.shape[0], x.shape[1] * jax.lax.axis_size(CLIENT), *x.shape[2:]), x.dtype)
+        start = jax.lax.axis_index(CLIENT) * x.shape[1]
+        return _sum(jax.lax.dynamic_update_slice_in_dim(whole, x, start, axis=1))
+
+    return jax.tree.map(one, clients)
+
+
+def _own_part(x: Array) -> Array:
+    """This device's, of those of all."""
+    size = x.shape[1] // jax.lax.axis_size(CLIENT)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(CLIENT) * size, size, axis=1)
 
 
 def num_devices() -> int:

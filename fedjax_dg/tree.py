@@ -34,7 +34,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     return jnp.stack(leaves).all() if leaves else jnp.array(True)
 
 
-def take(tree: PyTree, index: int | Array | tuple[Array, ...]) -> PyTree:
+def take(tree: PyTree, index: int | Array | tuple[int | Array, ...]) -> PyTree:
     """``leaf[index]`` of every leaf."""
     return jax.tree.map(lambda x: x[index], tree)
 

@@ -184,7 +184,9 @@ def spread_over(names, across, within):
 
 
 # the everyday check of each: on all its devices
-MESHES = [pytest.param(size, marks=() if size == (2, 4) else pytest.mark.slow, id=str(size)) for size in ((2, 1), (2, 4))]
+MESHES = [
+    pytest.param(size, marks=() if size == (2, 4) else pytest.mark.slow, id=str(size)) for size in ((2, 1), (2, 4))
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
