@@ -126,17 +126,15 @@ def shapes_of(federation: Federation) -> tuple:
 
 def arrays_of(state: ServerState, best: Variables, key: Key) -> dict[str, Any]:
     """What a checkpoint holds beside plain numbers."""
-    return {"state": state, "best": best, "key": jax.random.key_data(key)}
+    return {"state": state, "best": best, "key": np.asarray(jax.random.key_data(key))}
 
 
 def template(round_fn: Round) -> dict[str, Any]:
     """Shapes of what a checkpoint holds."""
 
-    def first(key):
-        state = round_fn.init(key)
-        return arrays_of(state, state.variables, key)
-
-    return jax.eval_shape(first, jax.random.key(0))
+    key = jax.random.key(0)
+    state = jax.eval_shape(round_fn.init, key)
+    return arrays_of(state, state.variables, key)
 
 
 @dataclasses.dataclass

@@ -12,7 +12,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedjax_dg import sharding, tree
 from fedjax_dg.alignment.groups import carry
-from fedjax_dg.types import Aggregator, Algorithm, Examples, Key, Local, Metrics, PyTree, Received, Topology, Variables
+from fedjax_dg.backbones.backbone import first_readers
+from fedjax_dg.types import (
+    Aggregator,
+    Algorithm,
+    Examples,
+    Key,
+    Local,
+    Metrics,
+    PyTree,
+    Received,
+    Seen,
+    Topology,
+    Variables,
+)
 
 # How many examples a pass that is not training holds at once; only memory depends on it.
 PASS_SIZE = 256
@@ -31,7 +44,7 @@ class Trained(NamedTuple):
     """What one client's local training leaves behind."""
 
     local: Local
-    watched: tuple[PyTree, PyTree]  # by the station's and the server's rule, in the last pass
+    seen: Seen | None  # in the last pass, if a rule watches it
     steps: Int[Array, ""]  # real ones: with at least one example
     metrics: Metrics  # means over the real steps
     finite: Bool[Array, ""]
@@ -94,57 +107,48 @@ def train(
     client: PyTree,
     examples: Examples,
     key: Key,
-    last: Bool[Array, ""] | bool,
 ) -> Trained:
     """Local training: ``algorithm.step`` over shuffled batches, from the received model. Empty steps change nothing.
 
-    Meanwhile the (station, server) rules may watch the last pass; the server's only in the ``last`` station round.
+    Where one of the (station, server) ``rules`` watches, what the dense layers read in the last pass is kept.
     """
     plan_key, step_key = jax.random.split(key)
     batches = plan_batches(examples.mask, topology, plan_key)
     optimizer, tally = algorithm.begin(backbone, received, client)
+    num_steps, size = batches.valid.shape
+    slots = min(num_steps, -(-examples.mask.shape[0] // size))  # steps of a pass
+    watched = any(rule.watches for rule in rules)
 
     def move(local, number, index, valid):
         batch = take_batch(examples, index, valid)
         moved, metrics = algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
-        return moved._replace(seen=()), metrics, moved.seen
+        firsts = dict.fromkeys(first_readers(moved.seen).values()) if watched and moved.seen else ()
+        return moved._replace(seen=()), metrics, {layer: moved.seen[layer] for layer in firsts}
 
     def step(carried, inputs):
-        (local, watched), (number, index, valid, passes, final) = carried, inputs
+        (local, kept), (place, number, index, valid, passes, final) = carried, inputs
         local, real = local._replace(passes=passes), valid.any()
         go = lambda: move(local, number, index, valid)
         local, metrics, seen = jax.lax.cond(real, go, lambda: (local, *tree.zeros(jax.eval_shape(go)[1:])))
-        due = (real & final, real & final & last)
-        watched = tuple(watch(*each, backbone, seen, valid) for each in zip(rules, due, watched))
-        return (local, watched), (real, metrics)
+        if watched:  # in a ring: what is left at the end is the last pass
+            new = Seen(seen, valid & final)
+            kept = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, place % slots, 0), kept, new)
+        return (local, kept), (real, metrics)
 
     start = Local(received.variables, optimizer, client, tally, passes=jnp.int32(0))
     numbers = jnp.cumsum(batches.valid.any(1)) - 1  # of real steps: padding must not shift what later ones draw
-    seen = jax.eval_shape(lambda: move(start, 0, batches.index[0], batches.valid[0])[2])
-    nothing = tuple(unwatched(rule, backbone, seen, batches.valid[0]) for rule in rules)
-    (local, watched), (real, metrics) = jax.lax.scan(step, (start, nothing), (numbers, *batches))
-    steps = real.sum()
-    means = jax.tree.map(lambda x: x.sum(0) / jnp.maximum(steps, 1), metrics)
-    return Trained(local, watched, steps, means, tree.all_finite((metrics, local.variables)))
-
-
-def watch(rule: Aggregator, due: Bool[Array, ""], watched: PyTree, backbone, seen: PyTree, mask) -> PyTree:
-    """What a rule has watched, and this step where it is ``due``."""
-    if (note := rule.watch) is None:
-        return watched
-    return jax.lax.cond(due, lambda: rule.add(watched, note(backbone, seen, mask)), lambda: watched)
-
-
-def unwatched(rule: Aggregator, backbone, seen: PyTree, mask) -> PyTree:
-    """What a rule has watched before the first step: zeros. ``seen`` are shapes."""
-    if (note := rule.watch) is None:
-        return ()
-    if not jax.tree.leaves(seen):
+    shapes = Seen(jax.eval_shape(move, start, 0, batches.index[0], batches.valid[0])[2], batches.valid[0])
+    if watched and not shapes.inputs:
         raise ValueError(
             "The steps of this algorithm do not show their forward passes (Local.seen), so nothing can be gathered from "
             "them: choose gram_at=client."
         )
-    return tree.zeros(jax.eval_shape(lambda seen: note(backbone, seen, mask), seen))
+    nothing = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes) if watched else None
+    (local, kept), (real, metrics) = jax.lax.scan(step, (start, nothing), (jnp.arange(num_steps), numbers, *batches))
+    seen = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)  # [slots, B, ...] as rows
+    steps = real.sum()
+    means = jax.tree.map(lambda x: x.sum(0) / jnp.maximum(steps, 1), metrics)
+    return Trained(local, seen, steps, means, tree.all_finite((metrics, local.variables)))
 
 
 def visit(
@@ -164,21 +168,20 @@ def visit(
     """
     to_station, to_server = rules
     train_key, report_key, station_key, server_key = jax.random.split(key, 4)
-    trained = train(backbone, algorithm, topology, rules, received, client, examples, train_key, last)
-    watched_by_station, watched_by_server = trained.watched
-    variables = trained.local.variables
+    trained = train(backbone, algorithm, topology, rules, received, client, examples, train_key)
+    variables, seen = trained.local.variables, trained.seen
     memory, message = algorithm.report(backbone, received, trained.local, trained.steps, examples, report_key)
 
     def for_server():
         if to_server.at_station:
             return ()
-        return to_server.measure(backbone, variables, examples, server_key, watched_by_server)
+        return to_server.measure(backbone, variables, examples, server_key, seen)
 
     return Visit(
         variables=variables,
         client=tree.where(trained.steps > 0, memory, client),
         message=message,
-        for_station=to_station.measure(backbone, variables, examples, station_key, watched_by_station),
+        for_station=to_station.measure(backbone, variables, examples, station_key, seen),
         for_server=jax.lax.cond(last, for_server, lambda: tree.zeros(jax.eval_shape(for_server))),
         steps=trained.steps,
         metrics=trained.metrics,
@@ -226,7 +229,7 @@ def measuring(backbone, rule: Aggregator) -> tuple[Callable, Callable]:
     """What each client and then its station do for a rule that measures with the station's merged model."""
 
     def part(received, client, examples, key):
-        return rule.measure(backbone, received.variables, examples, key, ())
+        return rule.measure(backbone, received.variables, examples, key, None)
 
     def finish(station, messages):
         _, _, weights = station

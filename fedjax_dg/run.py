@@ -19,7 +19,7 @@ from fedjax_dg.estimate import choose_chunk
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
 from fedjax_dg.round import make_step
-from fedjax_dg.types import Aggregator, Algorithm, Examples, Key, RoundInfo, ServerState, Topology
+from fedjax_dg.types import Aggregator, Algorithm, Examples, Key, RoundInfo, Seen, ServerState, Topology
 
 # Keeps what an evaluation draws apart from the rounds, whose keys fold in their number.
 EVALUATION = 2**31 - 1
@@ -167,10 +167,9 @@ def check_rule(backbone: Backbone, rule: Aggregator) -> None:
 
     def once(variables, inputs):
         mask, labels = jnp.ones(1, bool), jnp.zeros(1, jnp.int32)
-        watched = ()
-        if rule.watch is not None:
-            watched = rule.watch(backbone, backbone.dense_inputs(variables, inputs), mask)
-        return rule.measure(backbone, variables, Examples(inputs, labels, mask, labels), jax.random.key(0), watched)
+        examples = Examples(inputs, labels, mask, labels)
+        seen = Seen(backbone.dense_inputs(variables, inputs), mask) if rule.watches else None
+        return rule.measure(backbone, variables, examples, jax.random.key(0), seen)
 
     variables = jax.eval_shape(backbone.init, jax.random.key(0))
     jax.eval_shape(once, variables, jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32))

@@ -6,7 +6,6 @@ client, B examples of a batch, D features, K classes.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,8 +64,15 @@ class Local(NamedTuple):
     optimizer: PyTree
     client: PyTree  # the algorithm's state of this client; survives the round
     tally: PyTree  # what a method accumulates over these steps; gone afterwards
-    seen: PyTree = ()  # what each dense layer read in the last step's forward pass, for rules that watch it
+    seen: PyTree = ()  # what each dense layer read in the last step's forward pass
     passes: Int[Array, ""] | int = 0  # passes over its examples that this client has finished; kept by ``local.train``
+
+
+class Seen(NamedTuple):
+    """What the dense layers read in the forward passes of a client's last pass over its examples."""
+
+    inputs: dict[str, Array]  # layer -> [M, ..., d]; of layers that read the same, the first
+    mask: Bool[Array, " M"]
 
 
 class Start(NamedTuple):
@@ -147,7 +153,7 @@ def _no_state(variables, num_models):
     return ()
 
 
-def _no_message(backbone, variables, examples, key, watched):
+def _no_message(backbone, variables, examples, key, seen):
     return ()
 
 
@@ -168,14 +174,11 @@ class Aggregator(NamedTuple):
     merge: Callable[..., tuple[Variables, PyTree, Metrics]]
     #: (variables, num_models) -> state: what this rule remembers between merges (a server optimizer's momentum).
     init: Callable[..., PyTree] = _no_state
-    #: (backbone, variables, examples, key, watched) -> message: what a client computes for this rule, with its trained
-    #: model, or with its station's merged one (``at_station``). ``watched`` is what ``watch`` has summed up.
+    #: (backbone, variables, examples, key, seen) -> message: what a client computes for this rule, with its trained model,
+    #: or with its station's merged one (``at_station``). ``seen`` is None unless the rule ``watches``.
     measure: Callable[..., PyTree] = _no_message
-    #: (backbone, seen, mask) -> what to note of a local step's forward pass, ``Local.seen``; summed by ``add`` over the
-    #: steps of the last pass over a client's examples.
-    watch: Callable[..., PyTree] | None = None
-    #: (noted, noted) -> noted.
-    add: Callable[..., PyTree] = operator.add
+    #: ``measure`` wants ``Seen``, from training: the algorithm's steps must show it (``Local.seen``).
+    watches: bool = False
     #: (messages [C], weights [C]) -> message: a station's message from those of its clients.
     combine: Callable[..., PyTree] = _sum_messages
     #: (backbone, target, models [n], messages [n]) -> (models, messages, orders, info): models, each by itself, into the

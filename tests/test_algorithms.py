@@ -82,9 +82,7 @@ def programs(method, backbone, optimizer):
     @jax.jit
     def train(hparams, received, examples, key):
         algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=2)
-        trained = local.train(
-            backbone, algorithm, topology, (mean(), mean()), received, received.origin, examples, key, True
-        )
+        trained = local.train(backbone, algorithm, topology, (mean(), mean()), received, received.origin, examples, key)
         return trained, algorithm.report(backbone, received, trained.local, trained.steps, examples, key)
 
     return step, train

@@ -161,7 +161,7 @@ def share(name: str, backbone, seconds: dict[str, float], repeats: int) -> None:
 
         def local(variables, rules=rules):
             received = Received(variables, (), (), ())
-            return train(backbone, algorithm, TOPOLOGY, rules, received, (), data, jax.random.key(6), True)
+            return train(backbone, algorithm, TOPOLOGY, rules, received, (), data, jax.random.key(6))
 
         step = jax.jit(local)
         times[rule_name] = median_time(lambda step=step: step(variables), min(repeats, 3))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
@@ -13,7 +11,6 @@ from fedjax_dg.aggregators.grams import (
     GRAMS,
     OVERSIZE,
     GramForm,
-    add_all,
     add_grams,
     measure_grams,
     per_row,
@@ -26,7 +23,7 @@ from fedjax_dg.errors import unknown
 from fedjax_dg.types import Aggregator, Variables
 
 REFERENCES = ("previous_global", "first")
-GRAM_PLACES = ("client", "training", "station")
+GRAM_PLACES = ("training", "client", "station")
 PROBES = 4  # random inputs by which an alignment shows that it kept the function
 
 
@@ -45,7 +42,7 @@ def hfedatm(
     align_dense: bool = False,
     bias: str = "corrected",
     gram: str = "sum",
-    gram_at: str = "client",
+    gram_at: str = "training",
     max_gram: int = 4096,
     oversize: str = "block",
     rank: int = 64,
@@ -65,11 +62,11 @@ def hfedatm(
     ``reference``: ``previous_global`` (keeps the coordinates of the server, so states shaped like parameters stay valid) or
     ``first`` (the paper's station 1). ``bias``: see ``regmean``. ``bn_pool``: see ``mean.pool``.
 
-    Grams: ``gram``: ``sum`` or ``mean`` over a client's rows. ``gram_at``: ``client``, by one evaluation-mode pass of the
-    client's trained model over its own examples; ``training``, gathered from the forward passes of the last local pass, at
-    the cost of the products alone, but of weights that were still moving; ``station``, by a pass of the station's merged
-    model (the authors' release). Layers with more than ``max_gram`` inputs take the ``oversize`` form: ``block``,
-    ``channel``, ``lowrank`` (of that ``rank``) or ``diag`` (``grams.statistics``).
+    Grams: ``gram``: ``sum`` or ``mean`` over a client's rows. ``gram_at``: ``training``, from the forward passes of the last
+    local pass, as the paper has it, at the cost of the products alone, but of weights that were still moving; ``client``,
+    by one more pass, in evaluation mode, of the client's trained model over its own examples; ``station``, by a pass of
+    the station's merged model (the authors' release). Layers with more than ``max_gram`` inputs take the ``oversize``
+    form: ``block``, ``channel``, ``lowrank`` (of that ``rank``) or ``diag`` (``grams.statistics``).
 
     Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats, less in an
     oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
@@ -123,19 +120,15 @@ def hfedatm(
     if not regmean:
         return rule._replace(combine=lambda messages, weights: {}, measure=lambda *_: {})
     finish = per_row if gram == "mean" else lambda grams: grams
-    rule = rule._replace(combine=add_grams, at_station=gram_at == "station")
-    if gram_at == "training":
 
-        def take_watched(backbone, variables, examples, key, watched):
-            return finish(watched)
-
-        watch = functools.partial(statistics_of, form=form)
-        return rule._replace(watch=watch, add=add_all, measure=take_watched)
-
-    def measure(backbone, variables, examples, key, watched):
+    def measure(backbone, variables, examples, key, seen):
+        if gram_at == "training":
+            return finish(statistics_of(backbone, seen.inputs, seen.mask, form))
         return finish(measure_grams(backbone, variables, examples, form))
 
-    return rule._replace(measure=measure)
+    return rule._replace(
+        measure=measure, combine=add_grams, at_station=gram_at == "station", watches=gram_at == "training"
+    )
 
 
 def hfedatm_literal(weighting: str = "clients", bn_pool: str = "naive") -> Aggregator:

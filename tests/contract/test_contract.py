@@ -6,6 +6,10 @@ A method enters by its line in ``ALGORITHMS`` or ``AGGREGATORS``.
 import dataclasses
 import functools
 import inspect
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -19,7 +23,7 @@ from tiny import tiny_backbone, tiny_federation
 from fedjax_dg import Round, make_round, sharding, tree
 from fedjax_dg.aggregators import AGGREGATORS, mean
 from fedjax_dg.algorithms import ALGORITHMS, keep_optimizer
-from fedjax_dg.types import Local, Received
+from fedjax_dg.types import Local, Received, Seen
 
 BACKBONE = tiny_backbone()
 FEDERATION = tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=2)
@@ -201,6 +205,26 @@ def test_three_rounds_spread_over_devices(names, mesh):
     assert set(sharding.collectives(program)) == {"all-reduce"}
 
 
+@pytest.mark.slow
+def test_three_rounds_spread_over_two_processes(tmp_path):
+    """Everyday combinations, as with one device."""
+    pairs = [p.values[0] for p in ALL if everyday(*p.values[0])]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    worker = [sys.executable, str(Path(__file__).with_name("two_processes.py")), address]
+    more = [str(tmp_path), *("-".join(names) for names in pairs)]
+    started = [
+        subprocess.Popen([*worker, str(i), *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(2)
+    ]
+    told = [process.communicate(timeout=900)[0].decode() for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    for names in pairs:
+        with np.load(tmp_path / f"{'-'.join(names)}.npz") as arrays:
+            leaves = list(arrays.values())
+        chex.assert_trees_all_close(leaves, jax.tree.leaves(case_of(names).states[3]), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("names", EACH_ONCE)
 def test_hyper_parameters_side_by_side(names):
     """A vmap over all of a method's, clients two at a time: the defaults beside doubled ones, either way round."""
@@ -296,11 +320,8 @@ def uploads(round_fn, rule, state, places):
         optimizer, tally = algorithm.begin(backbone, received, own)
         local = Local(state.variables, optimizer, own, tally)
         _, reported = algorithm.report(backbone, received, local, jnp.int32(1), examples, key)
-        watched = ()
-        if rule.watch is not None:
-            seen = backbone.dense_inputs(state.variables, examples.inputs)
-            watched = rule.watch(backbone, seen, examples.mask)
-        return surveyed, reported, rule.measure(backbone, state.variables, examples, key, watched)
+        seen = Seen(backbone.dense_inputs(state.variables, examples.inputs), examples.mask) if rule.watches else None
+        return surveyed, reported, rule.measure(backbone, state.variables, examples, key, seen)
 
     return jax.eval_shape(messages, state, client(tiny_federation([[places]]).clients), KEY)
 

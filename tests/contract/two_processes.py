@@ -1,0 +1,46 @@
+"""One of two processes that share a mesh of 4 x 2 devices: three rounds of the tiny federation with every method given.
+
+``python two_processes.py ADDRESS PROCESS FOLDER ALGORITHM-AGGREGATOR ...``; process 0 writes the last states.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+if __name__ == "__main__":
+    address, process, folder, *pairs = sys.argv[1:]
+    os.environ |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": process}
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_disable_most_optimizations", True)
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+    import numpy as np
+    from tiny import tiny_backbone, tiny_federation
+
+    from fedjax_dg import make_round, sharding
+    from fedjax_dg.aggregators import AGGREGATORS
+    from fedjax_dg.algorithms import ALGORITHMS
+
+    # as if the data were loaded twice: every process places what its own devices hold
+    sharding.start()
+    federation = tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=2)
+    mesh = sharding.mesh_for(federation.topology)
+    assert mesh.size == 8 and jax.process_count() == 2
+
+    def own(x):
+        return sharding.build(x.shape, x.dtype, lambda index: np.asarray(x)[index], mesh)
+
+    data = jax.tree.map(own, federation.data)
+    for pair in pairs:
+        algorithm, aggregator = pair.split("-")
+        round_fn = make_round(
+            tiny_backbone(), ALGORITHMS[algorithm](), federation.topology, AGGREGATORS[aggregator](), chunk=1, mesh=mesh
+        )
+        key = jax.random.key(0)
+        state, _ = round_fn.block(round_fn.init(key), data, key, length=3)
+        leaves = jax.tree.leaves(sharding.fetch(state))
+        if sharding.is_first():
+            np.savez(Path(folder) / f"{pair}.npz", *leaves)
+        jax.clear_caches()
