@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 
-from fedjax_dg.backbones import BACKBONES, lenet5
+from fedjax_dg.backbones import BACKBONES, in_precision, lenet5
 from fedjax_dg.backbones import convolution as convolutions
 from fedjax_dg.backbones.backbone import avg_pool, max_pool, scale_pixels
 from fedjax_dg.backbones.convolution import MOST_FILTERS, block_toeplitz, convolution, im2col
@@ -126,6 +126,46 @@ def test_convolution_suits_the_platform_it_is_lowered_for(platform, inner):
     shapes = jax.ShapeDtypeStruct((1, 6, 6, 2), jnp.float32), jax.ShapeDtypeStruct((3, 3, 2, 4), jnp.float32)
     text = function.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     assert f"x{inner}xf32>" in re.findall("stablehlo.dot_general.*", text)[-1]
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lenet5", {}),
+        ("resnet18_cifar", {}),
+        pytest.param("vgg11_bn", {}, marks=pytest.mark.slow),
+        pytest.param("resnet18_cifar", {"norm": "group"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bfloat16_is_the_same_network_in_fewer_digits(name, options):
+    """Layers read bfloat16 (8 bits: 0.4 % a step); what comes out, statistics and gradients are float32."""
+    exact = BACKBONES[name](3, image_size=32, **options)
+    rough = in_precision(exact, "bfloat16")
+    variables, inputs = exact.init(jax.random.key(0)), draw(2, 32, 32, 3)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(backbone, params):
+        def loss(params):
+            forward = backbone.forward(variables._replace(params=params), inputs, jnp.ones(2, bool), jax.random.key(1))
+            return (forward.logits**2).sum(), forward
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    (gradient, forward), (_, expected) = both(rough, variables.params), both(exact, variables.params)
+    assert {x.dtype for x in forward.dense_inputs.values()} == {jnp.dtype("bfloat16")}
+    floats = (gradient, forward.z, forward.logits, forward.batch_stats, rough.apply(variables, inputs))
+    assert {x.dtype for x in jax.tree.leaves(floats)} == {jnp.dtype("float32")}
+    near(forward.logits, expected.logits, 0.05)
+    assert (forward.logits != expected.logits).any()
+
+
+def test_an_unknown_precision_is_named():
+    with pytest.raises(ValueError, match="'float16'.*bfloat16"):
+        in_precision(lenet5(3), "float16")
 
 
 # --- pools ----------------------------------------------------------------------------------------------------------

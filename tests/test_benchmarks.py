@@ -93,8 +93,9 @@ def as_torch(torch, params):
     return [torch.from_numpy(np.ascontiguousarray(x)) for x in found]
 
 
-@pytest.mark.parametrize("rule", ["mean", "hfedatm"])
-def test_torch_does_the_same_round(rule, key, quick_compilation):
+# the rounding of the clients' models, times the condition of the Grams: here of fewer rows than inputs
+@pytest.mark.parametrize(("rule", "limit"), [("mean", 1e-5), ("hfedatm", 5e-4)])
+def test_torch_does_the_same_round(rule, limit, key, quick_compilation):
     torch, module = torch_side()
     images, labels = script("round").examples(script("round").Sizes(**SIZES), range(SIZES["stations"]))
     topology = fdg.Topology(SIZES["stations"], SIZES["clients"], batch_size=module.BATCH)
@@ -109,11 +110,9 @@ def test_torch_does_the_same_round(rule, key, quick_compilation):
     start, net = as_torch(torch, state.variables.params), module.network(CLASSES)
     pictures = torch.from_numpy(images).movedim(-1, -3)
     sent = [module.station(net, start, x, y, rule) for x, y in zip(pictures, torch.from_numpy(labels))]
-    sent = [[[x.double() for x in part] for part in parts] for parts in sent]  # ill-conditioned: few rows, many inputs
     merged = module.server(rule, start, sent, [2, 2])
     for own, theirs, before in zip(as_torch(torch, new.variables.params), merged, start):
-        assert not torch.equal(own, before)
-        np.testing.assert_allclose(theirs - before, own - before, atol=2e-6)
+        assert torch.norm(theirs - own) < limit * torch.norm(own - before)
 
 
 def test_torch_puts_filters_and_grams_back_into_order():

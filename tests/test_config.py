@@ -3,6 +3,7 @@
 import functools
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS
 from fedjax_dg.algorithms.fedavg import FedAvgHparams
 from fedjax_dg.algorithms.fedsr import FedSRHparams
-from fedjax_dg.cli import main
+from fedjax_dg.cli import keep_programs, main
 from fedjax_dg.config import (
     RunConfig,
     aggregator_options,
@@ -360,3 +361,19 @@ def test_an_unknown_option_or_command_shows_the_nearest(arguments, nearest, caps
 
 def test_typed_settings_of_no_settings():
     assert typed_settings(RunConfig()) == {}
+
+
+# --- compiled programs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "enabled", "after"),
+    [(None, True, "fedjax_dg"), ("/elsewhere", True, "/elsewhere"), (None, False, None)],
+)
+def test_compiled_programs_are_kept_unless_the_user_decides(before, enabled, after, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    set_to = {"jax_compilation_cache_dir": before, "jax_enable_compilation_cache": enabled}
+    monkeypatch.setattr("fedjax_dg.cli.jax.config", SimpleNamespace(**set_to, update=set_to.__setitem__))
+    keep_programs()
+    expected = str(tmp_path / after) if after == "fedjax_dg" else after
+    assert set_to["jax_compilation_cache_dir"] == expected

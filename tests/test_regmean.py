@@ -3,6 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -328,6 +329,18 @@ def test_stacks_of_merges_equal_single_ones():
         alone = merged(kernels[i], biases[i], grams[i], weights[i], 0.75, 1e-6)
         near(together.kernel[i], alone.kernel, 1e-5)
         near(together.bias[i], alone.bias, 1e-5)
+
+
+def test_settings_side_by_side_equal_single_ones():
+    """A sweep over alpha and ridge, of layers of two widths."""
+    kernels, biases = (x.astype(np.float32) for x in layers())
+    grams = jax.tree.map(lambda x: x.astype(jnp.float32), gram(inputs()))
+    alphas, ridges = jnp.array([0.1, 0.75, 1.0]), jnp.array([1e-6, 1e-2, 1.0])
+    sweep = jax.jit(jax.vmap(lambda alpha, ridge: merged(kernels, biases, grams, (1.0, 2.0, 1.0), alpha, ridge)))
+    together = sweep(alphas, ridges)
+    for i in range(3):
+        alone = merged(kernels, biases, grams, (1.0, 2.0, 1.0), alphas[i], ridges[i])
+        chex.assert_trees_all_close(tree.take(together, i), alone, rtol=1e-5, atol=1e-6)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
