@@ -177,12 +177,13 @@ def visit(
             return ()
         return to_server.measure(backbone, variables, examples, server_key, seen)
 
+    nothing = lambda: tree.zeros(jax.eval_shape(for_server))
     return Visit(
         variables=variables,
         client=tree.where(trained.steps > 0, memory, client),
         message=message,
         for_station=to_station.measure(backbone, variables, examples, station_key, seen),
-        for_server=jax.lax.cond(last, for_server, lambda: tree.zeros(jax.eval_shape(for_server))),
+        for_server=for_server() if last is True else jax.lax.cond(last, for_server, nothing),
         steps=trained.steps,
         metrics=trained.metrics,
         finite=trained.finite,

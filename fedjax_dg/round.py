@@ -49,7 +49,8 @@ def make_step(
 
         def station_round(carry, number):
             stations, clients = carry
-            common = (jax.random.fold_in(local_key, number), number == topology.station_rounds - 1)
+            last = topology.station_rounds == 1 or number == topology.station_rounds - 1
+            common = (jax.random.fold_in(local_key, number), last)
             visiting = local.visiting(backbone, algorithm, topology, rules)
             stations, clients, up, told = each_client(*visiting, common, (*stations, weights, shares), clients)
             return ((stations, clients), up), told

@@ -116,8 +116,8 @@ def place_data(data: PyTree, mesh: Mesh | None) -> PyTree:
 
 def collectives(program: Any) -> dict[str, int]:
     """How often each kind of communication between devices occurs in a compiled program."""
-    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-    return dict(Counter(re.findall(rf"= [^=]*? ({kinds})(?:-start)?\(", program.as_text())))
+    kinds = "all-reduce|all-gather|(?:ragged-)?all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    return dict(Counter(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text())))
 
 
 def replicate(values: PyTree, mesh: Mesh | None) -> PyTree:

@@ -175,7 +175,7 @@ def shifts(
 ) -> Float[Array, " o"]:
     """sum_e (W_e - W)^T t_e: never the differences of all models at once, which would be as large as the models."""
 
-    shift = lambda merged, model: jnp.matmul(model[1], model[0] - merged, precision="highest")
+    shift = lambda merged, model: (model[1][:, None] * (model[0] - merged)).sum(0)
     return sharding.total(shift, merged, (kernels, totals))
 
 
