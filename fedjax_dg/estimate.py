@@ -114,12 +114,13 @@ def duration(
         with ThreadPoolExecutor(jobs) as pool:
             return statistics.median(t for _ in range(3) for t in pool.map(call, range(jobs)))
 
-    steps = lambda counts: -(-counts // topology.batch_size) * topology.local_epochs
-    if topology.local_steps is not None:
-        steps = lambda counts: np.where(counts > 0, topology.local_steps, 0)
     counts = masks.sum(-1)
+    if (wanted := topology.local_steps) is None:
+        steps = -(-counts // topology.batch_size) * topology.local_epochs
+    else:
+        steps = np.where(counts > 0, wanted, 0)
     taking = (topology.participants or counts.shape[1]) / counts.shape[1]
-    share = float(steps(counts).sum() / steps(counts).max()) * taking / (round_fn.mesh.size if round_fn.mesh else 1)
+    share = float(steps.sum() / steps.max()) * taking / (round_fn.mesh.size if round_fn.mesh else 1)
     early, last = seconds(False), seconds(True)
     a_round = share * ((topology.station_rounds - 1) * early + last)
     judged = (state.variables, federation.evaluation, jax.random.key(0), len(federation.domain_names))
@@ -128,4 +129,4 @@ def duration(
     jax.block_until_ready(round_fn.evaluate(*judged))
     evaluation = time.perf_counter() - begun
     total = max(1.0, cells / jobs) * (rounds * a_round + rounds // eval_every * evaluation)
-    return Duration(last / int(steps(counts).max()), a_round, evaluation, total)
+    return Duration(last / int(steps.max()), a_round, evaluation, total)

@@ -101,9 +101,8 @@ def test_torch_does_the_same_round(rule, limit, key, quick_compilation):
     topology = fdg.Topology(SIZES["stations"], SIZES["clients"], batch_size=module.BATCH)
     to_server = fdg.aggregators.hfedatm(gram_at="client") if rule == "hfedatm" else fdg.aggregators.mean()
     round_fn = fdg.make_round(fdg.backbones.lenet5(CLASSES), fdg.algorithms.fedavg(), topology, to_server)
-    whole = fdg.Examples(
-        *map(jnp.asarray, (images, labels)), jnp.ones(labels.shape, bool), jnp.zeros(labels.shape, int)
-    )
+    there = jnp.asarray(labels)
+    whole = fdg.Examples(jnp.asarray(images), there, jnp.ones(there.shape, bool), jnp.zeros_like(there))
     state = round_fn.init(key)
     new, _ = jax.jit(round_fn.step)(state, (whole, jnp.arange(4).reshape(2, 2)), key)
 
