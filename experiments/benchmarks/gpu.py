@@ -22,7 +22,6 @@ import argparse
 import faulthandler
 import functools
 import importlib
-import inspect
 import json
 import os
 import statistics
@@ -136,10 +135,9 @@ def parts(
     for dtype in ("float32", "bfloat16"):
         for form in ("all at once", "one after another", "a station at once"):
             for name, work in works.items():
-                if dtype == "float32" or "dtype" in inspect.signature(work.build).parameters:
-                    chunk = {"all at once": 0, "one after another": 1}.get(form, work.clients)
-                    measure = functools.partial(round_rows, work, chunk, dtype, peaks)
-                    yield f"{name}, {dtype}, {form} (chunk {chunk})", f"{name} {dtype}", measure
+                chunk = {"all at once": 0, "one after another": 1}.get(form, work.clients)
+                measure = functools.partial(round_rows, work, chunk, dtype, peaks)
+                yield f"{name}, {dtype}, {form} (chunk {chunk})", f"{name} {dtype}", measure
 
 
 def run_part(name: str, measure: Callable[[], list[Row]]) -> list[Row]:
@@ -206,8 +204,7 @@ def random_data(work: Work):
 
 def round_rows(work: Work, chunk: int | None, dtype: str, peaks: Mapping[str, float | None]) -> list[Row]:
     """A round. Its mean loss is noted because every form must agree on it."""
-    precision = {} if dtype == "float32" else {"dtype": dtype}
-    backbone = work.build(CLASSES, image_size=work.image_size, **precision)
+    backbone = fdg.backbones.in_precision(work.build(CLASSES, image_size=work.image_size), dtype)
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), work.topology, chunk=chunk)
     data, key = random_data(work), jax.random.key(2)
     state = round_fn.init(key)
