@@ -39,8 +39,8 @@ def mesh_for(topology: Topology, devices: Sequence[Any] | None = None) -> Mesh:
     Stations first: a station on one device merges its clients without talking. Raises ``ValueError`` when several
     processes are at work and some device would be left out.
 
-    >>> mesh_for(Topology(stations=10, clients_per_station=10), jax.devices()[:1]).shape
-    OrderedDict({'station': 1, 'client': 1})
+    >>> dict(mesh_for(Topology(stations=10, clients_per_station=10), jax.devices()[:1]).shape)
+    {'station': 1, 'client': 1}
     """
     devices = jax.devices() if devices is None else devices
     stations, clients = topology.stations, topology.clients_per_station

@@ -1,10 +1,10 @@
 """What a round becomes on TPU pods, without a TPU: compiled ahead of time, on any machine, by the TPU's own compiler.
 
 command:  python experiments/benchmarks/tpu_aot.py --json tpu.json   (needs pip install 'fedjax-dg[tpu-aot]')
-          python experiments/benchmarks/tpu_aot.py --quick           (4 and 8 devices, two forms)
+          python experiments/benchmarks/tpu_aot.py --quick           (4 and 8 devices, clients one by one)
           python experiments/benchmarks/tpu_aot.py --resnet          (and a round of ResNet-18)
           python experiments/benchmarks/tpu_aot.py --export FILE     (one program for GPU, TPU and CPU, by jax.export)
-cost:     about 5 minutes on 2 CPU cores; 1 with --quick, 3 more with --resnet, a few seconds with --export
+cost:     9 minutes of one CPU core, about 5 on 2 idle ones; 1 with --quick or --export; more with --resnet
 
 Work: a whole round of FedAvg on LeNet-5 (32 x 32 x 3 uint8, 7 classes, 128 examples a client, batch 32, one epoch), its
 stations' means, the server's merge; 10 clients a device. The table has a line per program, printed when it is compiled:
@@ -15,9 +15,9 @@ stations' means, the server's merge; 10 clients a device. The table has a line p
 - MiB args, temp: memory of a device: its own clients' data and the state, and what the program needs besides.
 - seconds: tracing and compiling; no program is run.
 
-Then what must hold, and whether it does (exit code 1 if not): devices talk by all-reduces only; a device of a larger pod
-does the same work, in FLOPs (within 1 %) and in trips of loops; every row is one program, divided among all devices of its
-mesh. A station whose clients are on several devices merges them on each: its rows are told apart, and may do more.
+Then what must hold, and whether it does (exit code 1 if not): devices talk by all-reduces only; a device of a larger mesh of
+the same chips does the same work, in FLOPs (within 1 %) and in trips of loops; every row is one program, divided among all
+devices of its mesh.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Row = dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write every number")
-    parser.add_argument("--quick", action="store_true", help="4 and 8 devices, clients all at once and one by one")
+    parser.add_argument("--quick", action="store_true", help="4 and 8 devices, clients one by one")
     parser.add_argument("--resnet", action="store_true", help="a round of ResNet-18 too")
     parser.add_argument("--export", metavar="FILE", help="instead: write a round's program for GPU, TPU and CPU")
     options = parser.parse_args()
