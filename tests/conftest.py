@@ -1,11 +1,15 @@
 """Every test runs with the jaxtyping annotations of the library turned into checks."""
 
+import os
+
+# several devices for what spreads over a mesh, also in processes that tests start: how many there are decides how XLA
+# divides a product among threads, and so its rounding; everything else uses the first
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
-# several devices for what spreads over a mesh; everything else uses the first
-jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_compilation_cache", False)  # the command line turns it on
 
 # no module of the package is imported above: the hook sees them all

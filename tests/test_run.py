@@ -511,9 +511,15 @@ def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path, capsys, monk
     ]
     assert "Clients by their main domain: noto 2, twemoji 2, fluent_flat 2" in lines
     assert "Padding: 0 % of the places; 4 cells to run" in lines
-    assert any(re.fullmatch(r"Devices: 0:\w+.*; mesh: all stations and clients on device 0", line) for line in lines)
-    memory = [re.fullmatch(r"Memory of a round with (\w+): ([1-9]\d*) MiB; compiled in .* s", line) for line in lines]
+    assert any(re.fullmatch(r"Devices: \d+ \w+; mesh: all stations and clients on cpu:0", line) for line in lines)
+    memory = [
+        re.fullmatch(r"Memory of a round with (\w+): ([1-9]\d*) MiB a device; compiled in .* s", line) for line in lines
+    ]
     assert [m[1] for m in memory if m] == ["mean", "fedavgm"]
+    times = [
+        re.match(r"Time with (\w+): about ([\d.e+]+) s a round, ([\d.e+]+) s for its 2 cells", line) for line in lines
+    ]
+    assert [t[1] for t in times if t and float(t[2]) > 0 and float(t[3]) > float(t[2])] == ["mean", "fedavgm"]
     assert list(tmp_path.iterdir()) == []
 
 
