@@ -1,7 +1,7 @@
 """The one place that chooses how a convolution is computed; handed to ``nn.Conv(conv_general_dilated=...)``.
 
-Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one: slow on CPU and
-GPU, and on a TPU mesh not even divided among the devices. Narrow layers, which do not fill a device, therefore go through
+Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one: slow on CPU,
+and on a TPU mesh not even divided among the devices unless told so. Narrow layers, which do not fill a device, therefore go through
 matrix products, in a form that suits the platform the program is lowered for (not the one it is lowered on).
 """
 
@@ -35,7 +35,7 @@ def convolution(
 
     It is for stride 1, no dilation, one group and at most ``MOST_FILTERS`` filters: by ``block_toeplitz`` on CPU (a round
     of LeNet-5 takes 0.2 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), by ``im2col``
-    elsewhere (``experiments/benchmarks/tpu_aot.py``, ``gpu.py``).
+    elsewhere (chosen from what TPU programs cost, ``tpu_aot.py`` beside it; not timed on a GPU or TPU yet).
     """
     plain = (
         all(s == 1 for s in window_strides)
