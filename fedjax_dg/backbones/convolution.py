@@ -1,8 +1,9 @@
 """The one place that chooses how a convolution is computed; handed to ``nn.Conv(conv_general_dilated=...)``.
 
 Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one: slow on CPU,
-and on a TPU mesh not even divided among the devices unless told so. Narrow layers, which do not fill a device, therefore go through
-matrix products, in a form that suits the platform the program is lowered for (not the one it is lowered on).
+and on a TPU mesh not even divided among the devices unless told so. Narrow layers, which do not fill a device,
+therefore go through matrix products, in a form that suits the platform the program is lowered for (not the one it is
+lowered on).
 """
 
 import functools
