@@ -257,12 +257,18 @@ def map_clients(
     size = chunk if chunk > 1 else None
 
     def all_of(common, stations, clients, finish):
-        def station(inputs):
-            here, clients = inputs
-            one = lambda client: function(common, here, client)
-            return finish(here, jax.lax.map(one, clients, batch_size=size) if chunk else jax.vmap(one)(clients))
+        num_stations, num_clients = jax.tree.leaves(clients)[0].shape[:2]
 
-        return jax.lax.map(station, (stations, clients)) if chunk else jax.vmap(station)((stations, clients))
+        def station(s):
+            here = tree.take(stations, s)
+            # straight from the whole: a station's data taken first would be copied
+            one = lambda c: function(common, here, jax.tree.map(lambda x: x[s, c], clients))
+            return finish(here, jax.lax.map(one, jnp.arange(num_clients), batch_size=size))
+
+        if chunk:
+            return jax.lax.map(station, jnp.arange(num_stations))
+        every = lambda here, clients: finish(here, jax.vmap(lambda client: function(common, here, client))(clients))
+        return jax.vmap(every)(stations, clients)
 
     return sharding.each_client(all_of, finish, common, per_station, per_client)
 

@@ -12,8 +12,20 @@ from jax import lax
 
 from fedjax_dg.backbones import BACKBONES, in_precision, lenet5
 from fedjax_dg.backbones import convolution as convolutions
-from fedjax_dg.backbones.backbone import avg_pool, max_pool, scale_pixels
-from fedjax_dg.backbones.convolution import MOST_FILTERS, block_toeplitz, convolution, im2col
+from fedjax_dg.backbones.backbone import max_pool, scale_pixels
+from fedjax_dg.backbones.convolution import (
+    MOST_FILTERS,
+    POOLINGS,
+    conv_pool,
+    convolution,
+    halfway,
+    im2col,
+    larger,
+    pool,
+    quarters_of,
+    tiled,
+)
+from fedjax_dg.backbones.layers import ConvPool
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -34,7 +46,7 @@ def xla(inputs, kernel, padding, strides=(1, 1), **options):
 
 # --- convolution by matrix products ---------------------------------------------------------------------------------
 
-FORMS = pytest.mark.parametrize("form", [block_toeplitz, im2col])
+FORMS = pytest.mark.parametrize("form", [tiled, im2col])
 
 SHAPES = {  # inputs [B, H, W, I], kernel [kh, kw, I, O], padding
     "lenet conv1": ((2, 32, 32, 3), (5, 5, 3, 6), "VALID"),
@@ -43,7 +55,7 @@ SHAPES = {  # inputs [B, H, W, I], kernel [kh, kw, I, O], padding
     "even kernel, same": ((1, 6, 7, 2), (2, 4, 2, 3), "SAME"),
     "lopsided pairs": ((1, 5, 11, 2), (3, 2, 2, 3), ((2, 0), (1, 3))),
     "pointwise": ((3, 4, 5, 6), (1, 1, 6, 2), "VALID"),
-    "narrower than a block": ((2, 8, 3, 1), (3, 3, 1, 2), "VALID"),
+    "narrower than a tile": ((2, 8, 3, 1), (3, 3, 1, 2), "VALID"),
     "width is prime": ((1, 4, 29, 1), (1, 7, 1, 1), "VALID"),
 }
 
@@ -107,25 +119,41 @@ CONVS = {
 
 @pytest.mark.parametrize("case", CONVS)
 def test_convolution_is_what_linen_computes(case, monkeypatch):
-    """Equal values everywhere; ``block_toeplitz`` exactly where it is faster and means the same."""
-    options, by_blocks = CONVS[case]
+    """Equal values everywhere; ``tiled`` exactly where it is faster and means the same."""
+    options, by_tiles = CONVS[case]
     calls = []
-    monkeypatch.setattr(convolutions, "block_toeplitz", lambda *a, **k: calls.append(a) or block_toeplitz(*a, **k))
+    monkeypatch.setattr(convolutions, "tiled", lambda *a, **k: calls.append(a) or tiled(*a, **k))
     options = {"features": 4, "kernel_size": (3, 3)} | options
     inputs = draw(2, 9, 8, 4)
     own, linen = nn.Conv(conv_general_dilated=convolution, **options), nn.Conv(**options)
     variables = linen.init(jax.random.key(0), inputs)
     near(own.apply(variables, inputs), linen.apply(variables, inputs))
-    assert bool(calls) == by_blocks
+    assert bool(calls) == by_tiles
 
 
-@pytest.mark.parametrize("platform, inner", [("cpu", 3 * (3 + 3) * 2), ("cuda", 3 * 3 * 2), ("tpu", 3 * 3 * 2)])
+# a tile of 4 x 4 outputs sees 2 x 2 blocks of 4 x 4 pixels x 2 channels; im2col 3 x 3 pixels
+PLATFORMS = pytest.mark.parametrize("platform, inner", [("cpu", 8 * 8 * 2), ("cuda", 3 * 3 * 2), ("tpu", 3 * 3 * 2)])
+
+
+def inner_of_product(function, platform):
+    """Over how many numbers the last product of a program for a platform sums."""
+    shapes = jax.ShapeDtypeStruct((1, 6, 6, 2), jnp.float32), jax.ShapeDtypeStruct((3, 3, 2, 2), jnp.float32)
+    text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    product = re.findall("stablehlo.dot_general.*", text)[-1]
+    contracted = int(re.search(r"contracting_dims = \[(\d)\]", product)[1])
+    return int(re.search(r": \(tensor<([\dx]+)xf32>", product)[1].split("x")[contracted])
+
+
+@PLATFORMS
 def test_convolution_suits_the_platform_it_is_lowered_for(platform, inner):
-    """The one product in it: over three rows of 6 = 4 + 3 - 1 columns x 2 channels by blocks, over 3 x 3 x 2 by im2col."""
-    function = jax.jit(lambda x, k: convolution(x, k, (1, 1), "VALID", dimension_numbers=NHWC))
-    shapes = jax.ShapeDtypeStruct((1, 6, 6, 2), jnp.float32), jax.ShapeDtypeStruct((3, 3, 2, 4), jnp.float32)
-    text = function.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-    assert f"x{inner}xf32>" in re.findall("stablehlo.dot_general.*", text)[-1]
+    function = lambda x, k: convolution(x, k, (1, 1), "VALID", dimension_numbers=NHWC)
+    assert inner_of_product(function, platform) == inner
+
+
+@PLATFORMS
+def test_convolution_and_pool_suit_the_platform_they_are_lowered_for(platform, inner):
+    function = lambda x, k: conv_pool(x, k, jnp.zeros(2), nn.relu, larger)
+    assert inner_of_product(function, platform) == inner
 
 
 # --- precision ------------------------------------------------------------------------------------------------------
@@ -172,7 +200,10 @@ def test_an_unknown_precision_is_named():
 
 POOLS = {
     "max": (max_pool, lambda x: nn.max_pool(x, (2, 2), strides=(2, 2))),
-    "avg": (avg_pool, lambda x: nn.avg_pool(x, (2, 2), strides=(2, 2))),
+    "avg": (
+        lambda x: pool(quarters_of(x), lambda pooled: pooled, halfway),
+        lambda x: nn.avg_pool(x, (2, 2), strides=(2, 2)),
+    ),
 }
 
 
@@ -188,10 +219,104 @@ def test_pools_are_linens(name, shape):
     near(pull(cotangent)[0], pull_expected(cotangent)[0], 1e-6)
 
 
-def test_max_pool_passes_the_whole_gradient_among_ties():
+def test_max_pool_gives_the_gradient_among_ties_to_the_first():
+    """As PyTorch does; the windows of an image's background are all ties."""
     gradient = jax.grad(lambda x: max_pool(x).sum())(jnp.zeros((1, 2, 2, 1)))
-    assert gradient.sum() == 1.0
-    assert (gradient >= 0.0).all()
+    np.testing.assert_array_equal(gradient[0, :, :, 0], [[1.0, 0.0], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_max_pool_hides_no_nan(place):
+    x = jnp.arange(4.0).at[place].set(jnp.nan).reshape(1, 2, 2, 1)
+    assert jnp.isnan(max_pool(x)).all()
+
+
+# --- convolution and pool in one ------------------------------------------------------------------------------------
+
+#: inputs [B, H, W, I], kernel [kh, kw, I, O]
+POOLED = {
+    "lenet conv1": ((2, 32, 32, 3), (5, 5, 3, 6)),
+    "lenet conv2": ((2, 14, 14, 6), (5, 5, 6, 16)),
+    "odd outputs": ((3, 9, 8, 2), (3, 2, 2, 3)),
+    "one window": ((2, 4, 4, 1), (3, 3, 1, 2)),
+    "too many filters": ((1, 7, 7, 2), (2, 2, 2, MOST_FILTERS + 2)),
+}
+# the form for CPU is what runs here; the other one by leaving the platform out of account
+HERE = pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+
+
+def away(monkeypatch, elsewhere):
+    if elsewhere:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
+
+
+def pooled_by_the_book(x, kernel, bias, activation, name):
+    return POOLS[name][1](activation(xla(x, kernel, "VALID") + bias))
+
+
+@HERE
+@pytest.mark.parametrize(("activation", "name"), [(nn.relu, "max"), (jnp.tanh, "avg"), (nn.relu, "avg")])
+@pytest.mark.parametrize("case", POOLED)
+def test_convolution_and_pool_are_those_of_the_book(case, activation, name, elsewhere, monkeypatch):
+    """Value and all three gradients, in the forms of both platforms."""
+    away(monkeypatch, elsewhere)
+    shape, kernel_shape = POOLED[case]
+    arguments = draw(*shape), draw(*kernel_shape, seed=1), draw(kernel_shape[-1], seed=2)
+    value, pull = jax.vjp(lambda *a: conv_pool(*a, activation, POOLINGS[name]), *arguments)
+    expected, pull_expected = jax.vjp(lambda *a: pooled_by_the_book(*a, activation, name), *arguments)
+    near(value, expected)
+    cotangent = draw(*value.shape, seed=3)
+    for own, book in zip(pull(cotangent), pull_expected(cotangent)):
+        near(own, book)
+
+
+@HERE
+def test_convolution_and_pool_map_over_clients_with_their_own_kernels(elsewhere, monkeypatch):
+    away(monkeypatch, elsewhere)
+    shape, kernel_shape = POOLED["odd outputs"]
+    inputs, kernels, biases = draw(4, *shape), draw(4, *kernel_shape, seed=1), draw(4, kernel_shape[-1], seed=2)
+    own = jax.vmap(lambda *a: conv_pool(*a, nn.relu, larger))(inputs, kernels, biases)
+    for i in range(4):
+        near(own[i], pooled_by_the_book(inputs[i], kernels[i], biases[i], nn.relu, "max"))
+
+
+def test_forms_for_all_platforms_agree_among_ties(monkeypatch):
+    """On a plain background every window holds four equal numbers (whole ones here, so that no rounding parts them)."""
+    arguments = jnp.ones((2, 8, 8, 2)), jnp.round(4 * draw(3, 3, 2, 4)), jnp.ones(4)
+    gradient = lambda: jax.grad(lambda *a: conv_pool(*a, nn.relu, larger).sum(), argnums=(0, 1, 2))(*arguments)
+    here = gradient()
+    away(monkeypatch, True)
+    jax.tree.map(near, here, gradient())
+
+
+@HERE
+def test_convolution_and_pool_can_be_differentiated_twice(elsewhere, monkeypatch):
+    """Reverse over reverse, as FedIIR does, and forward over reverse."""
+    away(monkeypatch, elsewhere)
+    shape, kernel_shape = POOLED["odd outputs"]
+    x, kernel, bias = draw(*shape), draw(*kernel_shape, seed=1), draw(kernel_shape[-1], seed=2)
+    direction = draw(*kernel_shape, seed=3)
+
+    def slope(function):
+        return lambda k: (jax.grad(lambda k: (function(x, k, bias) ** 3).sum())(k) * direction).sum()
+
+    own = slope(lambda *a: conv_pool(*a, jnp.tanh, larger))
+    book = slope(lambda *a: pooled_by_the_book(*a, jnp.tanh, "max"))
+    near(jax.grad(own)(kernel), jax.grad(book)(kernel))
+    near(jax.jvp(own, (kernel,), (direction,))[1], jax.jvp(book, (kernel,), (direction,))[1])
+
+
+def test_convolution_and_pool_keep_low_precision():
+    arguments = draw(1, 8, 8, 2), draw(3, 3, 2, 4, seed=1), draw(4, seed=2)
+    low = conv_pool(*(x.astype(jnp.bfloat16) for x in arguments), nn.relu, larger)
+    assert low.dtype == jnp.bfloat16
+    near(low.astype(jnp.float32), pooled_by_the_book(*arguments, nn.relu, "max"), 2e-2)  # 8 bits of precision
+
+
+def test_conv_pool_starts_as_linens_convolution():
+    inputs = draw(1, 8, 8, 2)
+    own = ConvPool(4, 3, nn.relu, larger).init(jax.random.key(0), inputs)
+    jax.tree.map(np.testing.assert_array_equal, own, nn.Conv(4, (3, 3)).init(jax.random.key(0), inputs))
 
 
 # --- LeNet-5 --------------------------------------------------------------------------------------------------------

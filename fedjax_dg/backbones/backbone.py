@@ -14,6 +14,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
 from fedjax_dg.alignment.groups import Group
+from fedjax_dg.backbones.convolution import larger, pool, quarters_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.types import Key, Variables
 
@@ -146,19 +147,7 @@ def first_readers(seen: dict[str, Array]) -> dict[str, str]:
 
 def max_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
     """2 x 2 maximum, stride 2, as three elementwise maxima (``nn.max_pool``'s gradient is a slow scatter on CPU)."""
-    return _pool(x, lambda a, b: jnp.maximum(a, b))
-
-
-def avg_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
-    """2 x 2 mean, stride 2."""
-    return _pool(x, lambda a, b: 0.5 * (a + b))
-
-
-def _pool(x, join):
-    batch, height, width, channels = x.shape
-    x = x[:, : height // 2 * 2, : width // 2 * 2].reshape(batch, height // 2, 2, width // 2, 2, channels)
-    return join(join(x[:, :, 0, :, 0], x[:, :, 0, :, 1]), join(x[:, :, 1, :, 0], x[:, :, 1, :, 1]))
+    return pool(quarters_of(x), lambda pooled: pooled, larger)
 
 
 ACTIVATIONS: dict[str, Callable] = {"relu": jax.nn.relu, "tanh": jnp.tanh}
-POOLINGS: dict[str, Callable] = {"max": max_pool, "avg": avg_pool}

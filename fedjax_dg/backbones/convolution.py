@@ -1,22 +1,27 @@
-"""The one place that chooses how a convolution is computed; handed to ``nn.Conv(conv_general_dilated=...)``.
+"""The one place that chooses how a convolution, and the 2 x 2 pool after it, are computed.
 
 Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one: slow on CPU,
 and on a TPU mesh not even divided among the devices unless told so. Narrow layers, which do not fill a device,
 therefore go through matrix products, in a form that suits the platform the program is lowered for (not the one it is
-lowered on).
+lowered on). ``convolution`` is handed to ``nn.Conv(conv_general_dilated=...)``; ``conv_pool`` serves ``layers.ConvPool``.
 """
 
+from __future__ import annotations
+
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 # Layers of up to this many filters go through matrix products; wider ones fill a device by themselves.
 MOST_FILTERS = 32
-# Output columns that share one band matrix: fewer make the product thin, more fill the band with zeros.
-BLOCK_WIDTHS = range(4, 9)
+# Tiles of output rows x columns: the smallest whose outputs give the product FULL columns. More fill it with zeros.
+TILES = (2, 2), (2, 4), (4, 4)
+FULL = 48
 
 
 def convolution(
@@ -34,8 +39,8 @@ def convolution(
 ) -> Float[Array, "B U V O"]:
     """``lax.conv_general_dilated`` for ``nn.Conv``; by matrix products where that is faster and means the same.
 
-    It is for stride 1, no dilation, one group and at most ``MOST_FILTERS`` filters: by ``block_toeplitz`` on CPU (a round
-    of LeNet-5 takes 0.2 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), by ``im2col``
+    It is for stride 1, no dilation, one group and at most ``MOST_FILTERS`` filters: by ``in_tiles`` on CPU (a round of
+    LeNet-5 takes 0.1 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), by ``im2col``
     elsewhere (chosen from what TPU programs cost, ``tpu_aot.py`` beside it; not timed on a GPU or TPU yet).
     """
     plain = (
@@ -45,9 +50,7 @@ def convolution(
         and kernel.shape[-1] <= MOST_FILTERS
     )
     if plain:
-        on_cpu, elsewhere = (
-            functools.partial(f, padding=padding, precision=precision) for f in (block_toeplitz, im2col)
-        )
+        on_cpu, elsewhere = (functools.partial(f, padding=padding, precision=precision) for f in (tiled, im2col))
         return lax.platform_dependent(inputs, kernel, cpu=on_cpu, default=elsewhere)
     return lax.conv_general_dilated(
         inputs,
@@ -61,6 +64,84 @@ def convolution(
         precision=precision,
         **options,
     )
+
+
+def conv_pool(
+    inputs: Float[Array, "B H W I"],
+    kernel: Float[Array, "kh kw I O"],
+    bias: Float[Array, " O"],
+    activation: Callable,
+    join: Callable,
+    precision=None,
+) -> Float[Array, "B U V O"]:
+    """Valid convolution with stride 1, bias, activation and 2 x 2 pool by ``join`` (``POOLINGS``), as one computation.
+
+    On CPU the pool reads the product's four quarters as they lie in memory, so nothing is moved in between.
+    """
+    arguments = inputs, kernel, bias
+
+    def on_cpu(inputs, kernel, bias):
+        outputs = in_tiles(inputs, kernel, precision)
+        _, _, u, num_out, v, n, m, batch = outputs.shape
+        # as a matrix: with more axes XLA lays the quarters out anew
+        quarters = lax.split(outputs.reshape(4 * u * num_out * v, n * m * batch), (u * num_out * v,) * 4)
+        of_filters = bias[:, None, None, None, None]
+        finish = lambda x: activation(x.reshape(u, num_out, v, n, m, batch) + of_filters)
+        pooled = pool(quarters, finish, join)
+        pooled = pooled.transpose(1, 3, 0, 4, 2, 5).reshape(num_out, n * u, m * v, batch).transpose(3, 2, 1, 0)
+        height, width = ((inputs.shape[i + 1] - kernel.shape[i] + 1) // 2 for i in (0, 1))
+        return batch_last(pooled[:, :height, :width])
+
+    def elsewhere(inputs, kernel, bias):
+        if kernel.shape[-1] <= MOST_FILTERS:
+            outputs = im2col(inputs, kernel, "VALID", precision)
+        else:
+            outputs = lax.conv_general_dilated(
+                inputs, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision=precision
+            )
+        return pool(quarters_of(outputs), lambda x: activation(x + bias), join)
+
+    if kernel.shape[-1] <= MOST_FILTERS:
+        return lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
+    return elsewhere(*arguments)
+
+
+# --- the pool -------------------------------------------------------------------------------------------------------
+
+
+def larger(one: Array, other: Array) -> Array:
+    """Their maximum. Where they are equal the gradient goes to ``one``, as in PyTorch's pools; a NaN is passed on."""
+    return lax.select((one >= other) | (one != one), one, other)
+
+
+def halfway(one: Array, other: Array) -> Array:
+    """Their mean."""
+    return 0.5 * (one + other)
+
+
+#: By the name that the command line takes: how two values become one; thrice makes a 2 x 2 pool.
+POOLINGS: dict[str, Callable] = {"max": larger, "avg": halfway}
+
+
+def pool(quarters: Sequence[Array], finish: Callable, join: Callable) -> Array:
+    """The four values under each window, row by row, into one, with ``finish`` (bias and activation) before or after."""
+    if join is not larger:
+        quarters = [finish(x) for x in quarters]
+    a, b, c, d = quarters
+    pooled = join(join(a, b), join(c, d))
+    # a maximum commutes with what rises: pooled first, the rest works on a quarter of the values
+    return finish(pooled) if join is larger else pooled
+
+
+def quarters_of(x: Float[Array, "B H W C"]) -> Sequence[Float[Array, "B h w C"]]:
+    """What lies at each of the four places of the 2 x 2 windows, row by row; an odd last row or column is left out."""
+    batch, height, width, channels = x.shape
+    x = x[:, : height // 2 * 2, : width // 2 * 2].reshape(batch, height // 2, 2, width // 2, 2, channels)
+    # split, not sliced: its gradient joins the quarters instead of adding four padded ones
+    return [q.squeeze((2, 4)) for row in lax.split(x, (1, 1), 2) for q in lax.split(row, (1, 1), 4)]
+
+
+# --- forms of the convolution ---------------------------------------------------------------------------------------
 
 
 def pad(inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding) -> Float[Array, "B h w I"]:
@@ -83,35 +164,51 @@ def im2col(
     return outputs.reshape(batch, out_height, out_width, num_out)
 
 
-def block_toeplitz(
+def tiled(
     inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding, precision=None
 ) -> Float[Array, "B U V O"]:
-    """Stride-1 convolution as one product over blocks of v output columns.
+    """Stride-1 convolution by ``in_tiles``, with the outputs put in their places."""
+    inputs = pad(inputs, kernel, padding)
+    outputs = in_tiles(inputs, kernel, precision).transpose(7, 6, 4, 0, 5, 2, 1, 3)  # [B, m, v, 2, n, u, 2, O]
+    batch, m, v, _, n, u, _, num_out = outputs.shape
+    height, width = (inputs.shape[i + 1] - kernel.shape[i] + 1 for i in (0, 1))
+    return outputs.reshape(batch, m * v * 2, n * u * 2, num_out)[:, :height, :width]
 
-    Each row of the left factor is what one such block sees, kh rows of w = v + kw - 1 input columns: [.., kh*w*I]. The
-    right one is a band matrix [kh*w*I, v*O], T[i, c, a, u, o] = kernel[i, c - u, a, o] where 0 <= c - u < kw, else 0. So
-    the forward pass and both gradients are dense products; the zeros cost w / kw times the convolution's arithmetic.
+
+def in_tiles(
+    inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], precision=None
+) -> Float[Array, "2 2 u O v n m B"]:
+    """Valid stride-1 convolution as one product that makes a tile of outputs at a time.
+
+    Output row 2 (m' v + v') + p and column 2 (n' u + u') + q are at [p, q, u', :, v', n', m']. A tile is 2v rows by 2u
+    columns; cut into blocks of that size, what it sees is a few neighbouring blocks. Their pixels are the rows of the right
+    factor [K, n*m*B], a handful of slices; the left one holds the kernel once for each output of a tile, and zeros. So the
+    forward pass and both gradients are dense products, wide enough to be quick, at about twice the arithmetic. The batch
+    comes last, so that all copies and elementwise work run along it.
     """
     kh, kw, num_in, num_out = kernel.shape
-    inputs = pad(inputs, kernel, padding)
-    batch, height, width, _ = inputs.shape
-    out_height, out_width = height - kh + 1, width - kw + 1
-    block = min(BLOCK_WIDTHS, key=lambda v: -(-out_width // v) * v * (v + kw - 1))
-    num_blocks, span = -(-out_width // block), block + kw - 1
-    inputs = jnp.pad(inputs, ((0, 0), (0, 0), (0, num_blocks * block - out_width), (0, 0)))
-    columns = jnp.stack(
-        [inputs[:, :, n * block : n * block + span].reshape(batch, height, span * num_in) for n in range(num_blocks)],
-        axis=2,
-    )
-    seen = jnp.concatenate([columns[:, i : i + out_height] for i in range(kh)], axis=-1)
-    # places[j, c, u] = 1 where the block's input column c meets its output column u through kernel column j
-    places = np.zeros((kw, span, block), np.float32)
-    for j in range(kw):
-        places[j, np.arange(block) + j, np.arange(block)] = 1.0
-    band = jnp.einsum("jcu,ijao->icauo", places.astype(kernel.dtype), kernel, precision=precision)
-    outputs = jnp.matmul(
-        seen.reshape(batch * out_height * num_blocks, kh * span * num_in),
-        band.reshape(kh * span * num_in, block * num_out),
-        precision=precision,
-    )
-    return outputs.reshape(batch, out_height, num_blocks * block, num_out)[:, :, :out_width]
+    height, width = next((tile for tile in TILES if tile[0] * tile[1] * num_out >= FULL), TILES[-1])
+    down, across = -(-(height + kh - 1) // height), -(-(width + kw - 1) // width)  # blocks that a tile sees
+    m, n = -(-(inputs.shape[1] - kh + 1) // height), -(-(inputs.shape[2] - kw + 1) // width)  # tiles
+    rows, columns = m + down - 1, n + across - 1  # blocks
+    x = batch_last(inputs)
+    x = jnp.pad(x, ((0, 0), (0, rows * height - x.shape[1]), (0, columns * width - x.shape[2]), (0, 0)))
+    x = x.transpose(3, 2, 1, 0).reshape(num_in, columns, width, rows, height, -1).transpose(0, 2, 4, 1, 3, 5)
+    seen = jnp.stack([x[:, :, :, j : j + n, i : i + m] for j in range(across) for i in range(down)])
+    right = seen.reshape(-1, n * m * inputs.shape[0])  # [across * down * I * width * height, n * m * B]
+    spare = down * height - kh, across * width - kw
+    at = lambda i, j: jnp.pad(kernel, ((i, spare[0] - i), (j, spare[1] - j), (0, 0), (0, 0)))
+    halves = [range(2), range(2), range(width // 2), range(height // 2)]
+    left = jnp.stack([at(2 * v + p, 2 * u + q) for p, q, u, v in itertools.product(*halves)])
+    left = left.reshape(2, 2, width // 2, height // 2, down, height, across, width, num_in, num_out)
+    left = left.transpose(6, 4, 8, 7, 5, 0, 1, 2, 9, 3).reshape(len(right), -1)
+    product = lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision=precision)
+    return product.reshape(2, 2, width // 2, num_out, height // 2, n, m, inputs.shape[0])
+
+
+def batch_last(x: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """The same values, lying in memory with the batch as their fastest axis.
+
+    Without it XLA fuses the transposition into each slice taken of it: 0.4 instead of 0.15 ms of a step's 1.6.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=(3, 2, 1, 0)))

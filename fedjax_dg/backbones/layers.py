@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from fedjax_dg.alignment.groups import Axis, Group
-from fedjax_dg.backbones.convolution import convolution
+from fedjax_dg.backbones.convolution import conv_pool, convolution
 from fedjax_dg.errors import unknown
 
 NORMS = ("batch", "group")
@@ -48,6 +48,25 @@ def conv(features: int, size: int, stride: int = 1, padding: int = 0, bias: bool
         conv_general_dilated=convolution,
         name=name,
     )
+
+
+class ConvPool(nn.Module):
+    """A square convolution without padding, bias, activation and 2 x 2 pool by ``join`` (``convolution.POOLINGS``).
+
+    Its parameters are named and initialised as ``nn.Conv``'s.
+    """
+
+    features: int
+    size: int
+    activation: Callable
+    join: Callable
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
+        shape = (self.size, self.size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
+        return conv_pool(x, kernel, bias, self.activation, self.join)
 
 
 def normalise(

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from fedjax_dg.backbones.backbone import ACTIVATIONS, POOLINGS, Backbone, max_pool
-from fedjax_dg.backbones.convolution import convolution
-from fedjax_dg.backbones.layers import groups_of, sequence
+from fedjax_dg.backbones.backbone import ACTIVATIONS, Backbone
+from fedjax_dg.backbones.convolution import POOLINGS
+from fedjax_dg.backbones.layers import ConvPool, groups_of, sequence
 from fedjax_dg.errors import unknown
 
 
@@ -18,18 +18,17 @@ class LeNet5(nn.Module):
 
     num_classes: int
     activation: Callable
-    pool: Callable
+    join: Callable  # of a pool: see POOLINGS
 
     def setup(self):
-        self.conv1 = nn.Conv(6, (5, 5), padding="VALID", conv_general_dilated=convolution)
-        self.conv2 = nn.Conv(16, (5, 5), padding="VALID", conv_general_dilated=convolution)
+        self.conv1 = ConvPool(6, 5, self.activation, self.join)
+        self.conv2 = ConvPool(16, 5, self.activation, self.join)
         self.dense1 = nn.Dense(120)
         self.dense2 = nn.Dense(84)
         self.head = nn.Dense(self.num_classes)
 
     def features(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "B 84"]:
-        x = self._halve(self.conv1(x))
-        x = self._halve(self.conv2(x))
+        x = self.conv2(self.conv1(x))
         x = x.reshape(x.shape[0], -1)
         return self.activation(self.dense2(self.activation(self.dense1(x))))
 
@@ -38,10 +37,6 @@ class LeNet5(nn.Module):
 
     def __call__(self, x, train: bool):
         return self.classify(self.features(x, train))
-
-    def _halve(self, x):
-        # a maximum commutes with a rising activation: pooled first, the activation runs on a quarter of the values
-        return self.activation(self.pool(x)) if self.pool is max_pool else self.pool(self.activation(x))
 
 
 def lenet5(
