@@ -176,7 +176,7 @@ def check_rule(backbone: Backbone, rule: Aggregator) -> None:
 
 
 def check_fit(round_fn: Round, federation: Federation) -> None:
-    """``ValueError`` when a federation has other sizes than the round was made for."""
+    """``ValueError`` when a federation has other sizes than the round was made for, or lies on other devices."""
     have = federation.clients.mask.shape[:2]
     want = (round_fn.topology.stations, round_fn.topology.clients_per_station)
     if have != want:
@@ -193,6 +193,11 @@ def check_fit(round_fn: Round, federation: Federation) -> None:
         raise ValueError(
             f"The backbone takes inputs of shape {round_fn.backbone.input_shape}, but the data set has "
             f"{federation.clients.inputs.shape[3:]}: choose another backbone or resize the images."
+        )
+    if not sharding.lies_on(federation.clients.mask, round_fn.mesh):
+        raise ValueError(
+            f"The round runs with {sharding.describe(round_fn.mesh)}, but the federation lies on other devices: pass the "
+            "same mesh to make_round(..., mesh=mesh) and federate(..., mesh=mesh)."
         )
 
 

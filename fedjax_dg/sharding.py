@@ -114,6 +114,13 @@ def place_data(data: PyTree, mesh: Mesh | None) -> PyTree:
     return data if mesh is None else jax.device_put(data, of_clients(mesh))
 
 
+def lies_on(array: Any, mesh: Mesh | None) -> bool:
+    """Whether a round on ``mesh`` (None: one device) can read an array as it lies; one of the host, always."""
+    if not isinstance(array, jax.Array):
+        return True
+    return array.sharding.num_devices == 1 if mesh is None else getattr(array.sharding, "mesh", None) == mesh
+
+
 def collectives(program: Any) -> dict[str, int]:
     """How often each kind of communication between devices occurs in a compiled program."""
     kinds = "all-reduce|all-gather|(?:ragged-)?all-to-all|reduce-scatter|collective-permute|collective-broadcast"

@@ -199,6 +199,17 @@ def test_evaluation_is_spread_and_exact():
     assert spread["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("round_on", "data_on"), [(8, 0), (0, 8), (8, 2)])
+def test_a_federation_on_other_devices_than_the_round_is_refused(round_on, data_on):
+    topology = Topology(4, 2, batch_size=4)
+    on = lambda devices: mesh_of(topology, devices) if devices else None
+    federation = federate(tiny_domains(), "domain2", 4, 2, batch_size=4, mesh=on(data_on))
+    round_fn = make_round(tiny_backbone(), fedavg(), federation.topology, mesh=on(round_on))
+    state = round_fn.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"lies on other devices: pass the same mesh to make_round"):
+        run(round_fn, state, federation, 1, jax.random.key(1))
+
+
 # --- the command line -----------------------------------------------------------------------------------------------
 
 RUN = (

@@ -1,4 +1,4 @@
-"""The form of a client's convolutions: block band matrices against XLA's own, in the demo's round.
+"""The form of a client's convolutions: products over tiles against XLA's own convolution, in the demo's round.
 
 command:  python experiments/benchmarks/convolution.py
 cost:     about 2 minutes on 2 CPU cores
@@ -22,7 +22,7 @@ from fedjax_dg.backbones import convolution
 
 
 def compiled(most_filters: int, chunk: int, federation, backbone, batch_key):
-    """The round's program with band matrices up to ``most_filters`` filters, and a call of it."""
+    """The round's program with products over tiles up to ``most_filters`` filters, and a call of it."""
     convolution.MOST_FILTERS = most_filters
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, chunk=chunk)
     state = round_fn.init(batch_key)
@@ -41,8 +41,8 @@ def main() -> None:
     federation = fdg.federate(domains, "fluent_mono", station_rounds=5, batch_size=options.batch_size)
     key = jax.random.key(0)
     forms = {
-        "band matrices, one after another": compiled(32, 1, federation, backbone, key),
-        "band matrices, vmap": compiled(32, 0, federation, backbone, key),
+        "tiles, one after another": compiled(32, 1, federation, backbone, key),
+        "tiles, vmap": compiled(32, 0, federation, backbone, key),
         "XLA convolution, one after another": compiled(0, 1, federation, backbone, key),
     }
     seconds = {name: [] for name in forms}

@@ -235,7 +235,7 @@ def flops_of_step(work: Work) -> float:
 
     here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])  # not every backend counts
     most = convolution.MOST_FILTERS
-    convolution.MOST_FILTERS = 0  # the band matrices of CPU count their zeros
+    convolution.MOST_FILTERS = 0  # the tiles of CPU count their zeros
     try:
         cost = jax.jit(step, in_shardings=here).lower(*jax.eval_shape(arguments)).cost_analysis()
     finally:
