@@ -111,6 +111,8 @@ CONVS = {
     "widest": ({"features": MOST_FILTERS}, True),
     "wide": ({"features": MOST_FILTERS + 2}, False),
     "strided": ({"strides": (2, 1)}, False),
+    "strided, same": ({"strides": (2, 3), "padding": "SAME"}, False),
+    "wide, strided, padded": ({"features": MOST_FILTERS + 2, "strides": 2, "padding": ((1, 2), (0, 1))}, False),
     "kernel dilation": ({"kernel_dilation": (1, 2)}, False),
     "input dilation": ({"input_dilation": (2, 1), "padding": ((1, 1), (0, 1))}, False),
     "groups": ({"feature_group_count": 2}, False),
@@ -129,6 +131,27 @@ def test_convolution_is_what_linen_computes(case, monkeypatch):
     variables = linen.init(jax.random.key(0), inputs)
     near(own.apply(variables, inputs), linen.apply(variables, inputs))
     assert bool(calls) == by_tiles
+
+
+@pytest.mark.parametrize("case", CONVS)
+def test_gradients_through_convolution_are_linens(case):
+    options = {"features": 4, "kernel_size": (3, 3)} | CONVS[case][0]
+    inputs = draw(2, 9, 8, 4)
+    own, linen = nn.Conv(conv_general_dilated=convolution, **options), nn.Conv(**options)
+    variables = linen.init(jax.random.key(0), inputs)
+    cotangent = draw(*linen.apply(variables, inputs).shape, seed=3)
+    gradient = lambda net: jax.grad(lambda *a: (net.apply(*a) * cotangent).sum(), argnums=(0, 1))(variables, inputs)
+    jax.tree.map(near, gradient(own), gradient(linen))
+
+
+def test_patches_of_a_large_batch_are_made_in_parts(monkeypatch):
+    """Three images at a time, the last one alone; 4 x 4 places of 3 x 3 pixels x 2 channels."""
+    inputs, kernel = draw(7, 6, 6, 2), draw(3, 3, 2, 4, seed=1)
+    whole = with_gradients(lambda x, k: im2col(x, k, "VALID"))(inputs, kernel)
+    monkeypatch.setattr(convolutions, "PATCHES", 3 * 16 * 18 * 4)
+    parted = lambda x, k: im2col(x, k, "VALID")
+    assert "scan" in str(jax.make_jaxpr(parted)(inputs, kernel))
+    jax.tree.map(near, with_gradients(parted)(inputs, kernel), whole)
 
 
 # a tile of 4 x 4 outputs sees 2 x 2 blocks of 4 x 4 pixels x 2 channels; im2col 3 x 3 pixels

@@ -3,20 +3,24 @@
 command:  python experiments/benchmarks/estimate.py
 cost:     about 3 minutes on 2 idle CPU cores
 
-Work: rounds of FedAvg on random images of 7 classes, with the mean and with HFedATM at the server: LeNet-5 with the clients of
-``round.py``, ResNet-18 for 32 x 32 images with a few. Foreseen are the seconds of a round, from timing one client's part
+Work: rounds of FedAvg on random images of 7 classes, with the mean and with HFedATM at the server: LeNet-5 with the clients
+of ``round.py``, ResNet-18 for 32 x 32 images with a few. Foreseen are the seconds of a round, from timing one client's part
 (``estimate.duration``), and the memory of the compiled program by XLA's plan; measured are the median of --repeats rounds,
-and by how much the peak of the process's memory grows from before the data are made. Each line is a process of its own.
+and what the program is given plus by how much the process's memory grows at its peak while they run (Linux only; what
+compilation took is given back to the system before). Each line is a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import ctypes
+import gc
+import re
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 # JAX and fedjax_dg are imported in a work's own process.
 
@@ -51,9 +55,8 @@ def measure(net: str, rule: str, repeats: int) -> None:
     from fedjax_dg import estimate
     from fedjax_dg.experiment import compile_block
 
-    before = peak()
     stations, clients, examples = WORKS[net]
-    rng, places = np.random.default_rng(0), (stations, clients, examples)
+    rng = np.random.default_rng(0)
     domains = fdg.datasets.Domains(
         name="random",
         inputs=rng.integers(0, 256, (stations * clients * examples, 32, 32, 3), dtype=np.uint8),
@@ -70,19 +73,29 @@ def measure(net: str, rule: str, repeats: int) -> None:
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, to_server)
     program = compile_block(round_fn, federation, 1)
     foreseen = estimate.duration(round_fn, federation, 1).round
-    state, seconds = round_fn.init(jax.random.key(0)), []
+    state, seconds = jax.block_until_ready(round_fn.init(jax.random.key(0))), []
+    given = estimate.num_bytes((federation.data, state)) / 2**20
+    before = memory_before()
     for _ in range(repeats + 1):
         begun = time.perf_counter()
         state, _ = jax.block_until_ready(program.round_fn.block(state, federation.data, jax.random.key(0), length=1))
         seconds.append(time.perf_counter() - begun)
-    took, grew = statistics.median(seconds[1:]), peak() - before
+    took, grew = statistics.median(seconds[1:]), given + status("VmHWM") - before
     print(f"{net + ', ' + rule:30s} {foreseen:25.3f} {took:9.3f} {foreseen / took:6.2f}", end="")
     print(f" {program.memory / 2**20:14.0f} {grew:9.0f} {program.memory / 2**20 / grew:6.2f}", flush=True)
 
 
-def peak() -> float:
-    """MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (20 if sys.platform == "darwin" else 10)
+def memory_before() -> float:
+    """MiB of this process now, with what it does not need given back and its peak forgotten."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def status(field: str) -> float:
+    """MiB, as the kernel counts."""
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 if __name__ == "__main__":

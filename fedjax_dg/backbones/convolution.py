@@ -2,8 +2,10 @@
 
 Clients have their own kernels, so ``jax.vmap`` over clients turns XLA's convolution into a grouped one: slow on CPU,
 and on a TPU mesh not even divided among the devices unless told so. Narrow layers, which do not fill a device,
-therefore go through matrix products, in a form that suits the platform the program is lowered for (not the one it is
-lowered on). ``convolution`` is handed to ``nn.Conv(conv_general_dilated=...)``; ``conv_pool`` serves ``layers.ConvPool``.
+therefore go through matrix products. On CPU all do: XLA calls its library for a kernel's gradient only outside of loops,
+and a client's steps are one (ResNet-18: a minute a step instead of a second). The form suits the platform the program is
+lowered for, not the one it is lowered on. ``convolution`` is handed to ``nn.Conv(conv_general_dilated=...)``;
+``conv_pool`` serves ``layers.ConvPool``.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-# Layers of up to this many filters go through matrix products; wider ones fill a device by themselves.
+NHWC = ("NHWC", "HWIO", "NHWC")
+# Layers of up to this many filters are narrow; wider ones fill a device by themselves.
 MOST_FILTERS = 32
 # Tiles of output rows x columns: the smallest whose outputs give the product FULL columns. More fill it with zeros.
 TILES = (2, 2), (2, 4), (4, 4)
 FULL = 48
+# Bytes of patches that im2col makes at once; a larger batch is taken in parts.
+PATCHES = 2**28
 
 
 def convolution(
@@ -39,31 +45,34 @@ def convolution(
 ) -> Float[Array, "B U V O"]:
     """``lax.conv_general_dilated`` for ``nn.Conv``; by matrix products where that is faster and means the same.
 
-    It is for stride 1, no dilation, one group and at most ``MOST_FILTERS`` filters: by ``in_tiles`` on CPU (a round of
-    LeNet-5 takes 0.1 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), by ``im2col``
-    elsewhere (chosen from what TPU programs cost, ``tpu_aot.py`` beside it; not timed on a GPU or TPU yet).
+    It is without dilation and with one group. On CPU, by ``in_tiles`` for stride 1 and at most ``MOST_FILTERS`` filters (a
+    round of LeNet-5 takes 0.1 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), else by
+    ``im2col``, whose patches are not kept for the backward pass. Elsewhere only narrow layers with stride 1, by ``im2col``
+    (chosen from what TPU programs cost, ``tpu_aot.py`` beside it; not timed on a GPU or TPU yet).
     """
-    plain = (
-        all(s == 1 for s in window_strides)
-        and all(d == 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ())))
-        and feature_group_count == 1
-        and kernel.shape[-1] <= MOST_FILTERS
-    )
-    if plain:
-        on_cpu, elsewhere = (functools.partial(f, padding=padding, precision=precision) for f in (tiled, im2col))
-        return lax.platform_dependent(inputs, kernel, cpu=on_cpu, default=elsewhere)
-    return lax.conv_general_dilated(
-        inputs,
-        kernel,
-        window_strides,
-        padding,
-        lhs_dilation=lhs_dilation,
-        rhs_dilation=rhs_dilation,
-        dimension_numbers=dimension_numbers,
-        feature_group_count=feature_group_count,
-        precision=precision,
-        **options,
-    )
+
+    def by_xla(inputs, kernel):
+        return lax.conv_general_dilated(
+            inputs,
+            kernel,
+            window_strides,
+            padding,
+            lhs_dilation=lhs_dilation,
+            rhs_dilation=rhs_dilation,
+            dimension_numbers=dimension_numbers,
+            feature_group_count=feature_group_count,
+            precision=precision,
+            **options,
+        )
+
+    if feature_group_count > 1 or any(d > 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ()))):
+        return by_xla(inputs, kernel)
+    strides = tuple(window_strides)
+    narrow = kernel.shape[-1] <= MOST_FILTERS and strides == (1, 1)
+    products = functools.partial(im2col, padding=padding, strides=strides, precision=precision)
+    tiles = functools.partial(tiled, padding=padding, precision=precision)
+    on_cpu = tiles if narrow else jax.checkpoint(products)
+    return lax.platform_dependent(inputs, kernel, cpu=on_cpu, default=products if narrow else by_xla)
 
 
 def conv_pool(
@@ -78,7 +87,7 @@ def conv_pool(
 
     On CPU the pool reads the product's four quarters as they lie in memory, so nothing is moved in between.
     """
-    arguments = inputs, kernel, bias
+    arguments, wide = (inputs, kernel, bias), kernel.shape[-1] > MOST_FILTERS
 
     def on_cpu(inputs, kernel, bias):
         outputs = in_tiles(inputs, kernel, precision)
@@ -93,17 +102,10 @@ def conv_pool(
         return batch_last(pooled[:, :height, :width])
 
     def elsewhere(inputs, kernel, bias):
-        if kernel.shape[-1] <= MOST_FILTERS:
-            outputs = im2col(inputs, kernel, "VALID", precision)
-        else:
-            outputs = lax.conv_general_dilated(
-                inputs, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision=precision
-            )
+        outputs = convolution(inputs, kernel, (1, 1), "VALID", dimension_numbers=NHWC, precision=precision)
         return pool(quarters_of(outputs), lambda x: activation(x + bias), join)
 
-    if kernel.shape[-1] <= MOST_FILTERS:
-        return lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
-    return elsewhere(*arguments)
+    return elsewhere(*arguments) if wide else lax.platform_dependent(*arguments, cpu=on_cpu, default=elsewhere)
 
 
 # --- the pool -------------------------------------------------------------------------------------------------------
@@ -144,24 +146,41 @@ def quarters_of(x: Float[Array, "B H W C"]) -> Sequence[Float[Array, "B h w C"]]
 # --- forms of the convolution ---------------------------------------------------------------------------------------
 
 
-def pad(inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding) -> Float[Array, "B h w I"]:
+def pad(
+    inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding, strides: tuple[int, int] = (1, 1)
+) -> Float[Array, "B h w I"]:
     """The inputs with zeros around them, by ``lax``'s names or as pairs: what is left is a convolution without padding."""
     if isinstance(padding, str):
-        padding = lax.padtype_to_pads(inputs.shape[1:3], kernel.shape[:2], (1, 1), padding)
+        padding = lax.padtype_to_pads(inputs.shape[1:3], kernel.shape[:2], strides, padding)
     return jnp.pad(inputs, ((0, 0), *(tuple(sides) for sides in padding), (0, 0)))
 
 
 def im2col(
-    inputs: Float[Array, "B H W I"], kernel: Float[Array, "kh kw I O"], padding, precision=None
+    inputs: Float[Array, "B H W I"],
+    kernel: Float[Array, "kh kw I O"],
+    padding,
+    precision=None,
+    strides: tuple[int, int] = (1, 1),
 ) -> Float[Array, "B U V O"]:
-    """Stride-1 convolution as one product: the pixels under each place of the kernel [B*U*V, kh*kw*I] times the kernel."""
+    """Convolution as one product: the pixels under each place of the kernel [B*U*V, kh*kw*I] times the kernel.
+
+    Patches of more than ``PATCHES`` bytes are made for a part of the batch at a time.
+    """
     kh, kw, num_in, num_out = kernel.shape
-    inputs = pad(inputs, kernel, padding)
-    batch, out_height, out_width = inputs.shape[0], inputs.shape[1] - kh + 1, inputs.shape[2] - kw + 1
-    under = [inputs[:, i : i + out_height, j : j + out_width] for i in range(kh) for j in range(kw)]
-    patches = jnp.concatenate(under, axis=-1).reshape(-1, kh * kw * num_in)
-    outputs = jnp.matmul(patches, kernel.reshape(-1, num_out), precision=precision)
-    return outputs.reshape(batch, out_height, out_width, num_out)
+    inputs = pad(inputs, kernel, padding, strides)
+    (down, across), (_, height, width, _) = strides, inputs.shape
+    out_height, out_width = (height - kh) // down + 1, (width - kw) // across + 1
+
+    def of(inputs):
+        starts = itertools.product(range(kh), range(kw))
+        rows, columns = down * (out_height - 1) + 1, across * (out_width - 1) + 1
+        under = [inputs[..., i : i + rows : down, j : j + columns : across, :] for i, j in starts]
+        return jnp.matmul(jnp.concatenate(under, axis=-1), kernel.reshape(-1, num_out), precision=precision)
+
+    size = out_height * out_width * kh * kw * num_in * inputs.dtype.itemsize  # of an image's patches
+    if inputs.shape[0] * size <= PATCHES:
+        return of(inputs)
+    return lax.map(of, inputs, batch_size=max(1, PATCHES // size))
 
 
 def tiled(
