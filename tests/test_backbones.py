@@ -140,7 +140,8 @@ def test_gradients_through_convolution_are_linens(case):
     own, linen = nn.Conv(conv_general_dilated=convolution, **options), nn.Conv(**options)
     variables = linen.init(jax.random.key(0), inputs)
     cotangent = draw(*linen.apply(variables, inputs).shape, seed=3)
-    gradient = lambda net: jax.grad(lambda *a: (net.apply(*a) * cotangent).sum(), argnums=(0, 1))(variables, inputs)
+    of_all = lambda net: jax.jit(jax.grad(lambda *a: (net.apply(*a) * cotangent).sum(), argnums=(0, 1)))
+    gradient = lambda net: of_all(net)(variables, inputs)
     jax.tree.map(near, gradient(own), gradient(linen))
 
 
@@ -208,7 +209,7 @@ def test_bfloat16_is_the_same_network_in_fewer_digits(name, options):
 
     (gradient, forward), (_, expected) = both(rough, variables.params), both(exact, variables.params)
     assert {x.dtype for x in forward.dense_inputs.values()} == {jnp.dtype("bfloat16")}
-    floats = (gradient, forward.z, forward.logits, forward.batch_stats, rough.apply(variables, inputs))
+    floats = (gradient, forward.z, forward.logits, forward.batch_stats, jax.jit(rough.apply)(variables, inputs))
     assert {x.dtype for x in jax.tree.leaves(floats)} == {jnp.dtype("float32")}
     near(forward.logits, expected.logits, 0.05)
     assert (forward.logits != expected.logits).any()
@@ -285,12 +286,15 @@ def test_convolution_and_pool_are_those_of_the_book(case, activation, name, else
     away(monkeypatch, elsewhere)
     shape, kernel_shape = POOLED[case]
     arguments = draw(*shape), draw(*kernel_shape, seed=1), draw(kernel_shape[-1], seed=2)
-    value, pull = jax.vjp(lambda *a: conv_pool(*a, activation, POOLINGS[name]), *arguments)
-    expected, pull_expected = jax.vjp(lambda *a: pooled_by_the_book(*a, activation, name), *arguments)
-    near(value, expected)
-    cotangent = draw(*value.shape, seed=3)
-    for own, book in zip(pull(cotangent), pull_expected(cotangent)):
-        near(own, book)
+    expected = jax.eval_shape(lambda *a: pooled_by_the_book(*a, activation, name), *arguments)
+    cotangent = draw(*expected.shape, seed=3)
+
+    def both(function):
+        value, pull = jax.vjp(function, *arguments)
+        return value, pull(cotangent)
+
+    own = jax.jit(lambda: both(lambda *a: conv_pool(*a, activation, POOLINGS[name])))()
+    jax.tree.map(near, own, jax.jit(lambda: both(lambda *a: pooled_by_the_book(*a, activation, name)))())
 
 
 @HERE
@@ -298,7 +302,7 @@ def test_convolution_and_pool_map_over_clients_with_their_own_kernels(elsewhere,
     away(monkeypatch, elsewhere)
     shape, kernel_shape = POOLED["odd outputs"]
     inputs, kernels, biases = draw(4, *shape), draw(4, *kernel_shape, seed=1), draw(4, kernel_shape[-1], seed=2)
-    own = jax.vmap(lambda *a: conv_pool(*a, nn.relu, larger))(inputs, kernels, biases)
+    own = jax.jit(jax.vmap(lambda *a: conv_pool(*a, nn.relu, larger)))(inputs, kernels, biases)
     for i in range(4):
         near(own[i], pooled_by_the_book(inputs[i], kernels[i], biases[i], nn.relu, "max"))
 
@@ -306,7 +310,8 @@ def test_convolution_and_pool_map_over_clients_with_their_own_kernels(elsewhere,
 def test_forms_for_all_platforms_agree_among_ties(monkeypatch):
     """On a plain background every window holds four equal numbers (whole ones here, so that no rounding parts them)."""
     arguments = jnp.ones((2, 8, 8, 2)), jnp.round(4 * draw(3, 3, 2, 4)), jnp.ones(4)
-    gradient = lambda: jax.grad(lambda *a: conv_pool(*a, nn.relu, larger).sum(), argnums=(0, 1, 2))(*arguments)
+    of_all = jax.grad(lambda *a: conv_pool(*a, nn.relu, larger).sum(), argnums=(0, 1, 2))
+    gradient = lambda: jax.jit(lambda *a: of_all(*a))(*arguments)
     here = gradient()
     away(monkeypatch, True)
     jax.tree.map(near, here, gradient())
@@ -325,13 +330,13 @@ def test_convolution_and_pool_can_be_differentiated_twice(elsewhere, monkeypatch
 
     own = slope(lambda *a: conv_pool(*a, jnp.tanh, larger))
     book = slope(lambda *a: pooled_by_the_book(*a, jnp.tanh, "max"))
-    near(jax.grad(own)(kernel), jax.grad(book)(kernel))
-    near(jax.jvp(own, (kernel,), (direction,))[1], jax.jvp(book, (kernel,), (direction,))[1])
+    twice = lambda f: (jax.grad(f)(kernel), jax.jvp(f, (kernel,), (direction,))[1])
+    jax.tree.map(near, jax.jit(lambda: twice(own))(), jax.jit(lambda: twice(book))())
 
 
 def test_convolution_and_pool_keep_low_precision():
     arguments = draw(1, 8, 8, 2), draw(3, 3, 2, 4, seed=1), draw(4, seed=2)
-    low = conv_pool(*(x.astype(jnp.bfloat16) for x in arguments), nn.relu, larger)
+    low = jax.jit(lambda *a: conv_pool(*a, nn.relu, larger))(*(x.astype(jnp.bfloat16) for x in arguments))
     assert low.dtype == jnp.bfloat16
     near(low.astype(jnp.float32), pooled_by_the_book(*arguments, nn.relu, "max"), 2e-2)  # 8 bits of precision
 
