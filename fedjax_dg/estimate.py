@@ -53,8 +53,8 @@ def client_bytes(backbone, algorithm: Algorithm, topology: Topology) -> int:
 def choose_chunk(backbone, algorithm: Algorithm, topology: Topology, num_devices: int = 1) -> int:
     """How many clients of a station to compute at once, for ``local.map_clients``: 0 = those of all stations.
 
-    One on CPU, where a client's working set then stays in the cache (``experiments/benchmarks/convolution.py``: 0.08 ms an
-    image against 0.12 for LeNet-5). Elsewhere as many as fit into ``TRAINING_SHARE`` of the device's memory.
+    One on CPU, where a client's working set then stays in the cache (``experiments/benchmarks/convolution.py``: all at once
+    a round of LeNet-5 takes 1.10 times as long). Elsewhere as many as fit into ``TRAINING_SHARE`` of the device's memory.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":

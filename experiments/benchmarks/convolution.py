@@ -1,4 +1,4 @@
-"""The form of a client's convolutions: products over tiles against XLA's own convolution, in the demo's round.
+"""The form of a client's convolutions: products over tiles, im2col, XLA's own; in the demo's round.
 
 command:  python experiments/benchmarks/convolution.py
 cost:     about 2 minutes on 2 CPU cores
@@ -21,12 +21,21 @@ import fedjax_dg as fdg
 from fedjax_dg.backbones import convolution
 
 
-def compiled(most_filters: int, chunk: int, federation, backbone, batch_key):
-    """The round's program with products over tiles up to ``most_filters`` filters, and a call of it."""
-    convolution.MOST_FILTERS = most_filters
-    round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, chunk=chunk)
-    state = round_fn.init(batch_key)
-    program = jax.jit(round_fn.step).lower(state, federation.data, batch_key).compile()
+def compiled(form: str, chunk: int, federation, backbone, batch_key):
+    """The round's program with every convolution in one form, and a call of it."""
+    most, im2col = convolution.MOST_FILTERS, convolution.im2col
+    if form != "tiles":
+        convolution.MOST_FILTERS = 0
+    if form == "XLA's":
+        convolution.im2col = lambda inputs, kernel, padding, precision, strides: jax.lax.conv_general_dilated(
+            inputs, kernel, strides, padding, dimension_numbers=convolution.NHWC, precision=precision
+        )
+    try:
+        round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, chunk=chunk)
+        state = round_fn.init(batch_key)
+        program = jax.jit(round_fn.step).lower(state, federation.data, batch_key).compile()
+    finally:
+        convolution.MOST_FILTERS, convolution.im2col = most, im2col
     return lambda: jax.block_until_ready(program(state, federation.data, batch_key))
 
 
@@ -41,9 +50,10 @@ def main() -> None:
     federation = fdg.federate(domains, "fluent_mono", station_rounds=5, batch_size=options.batch_size)
     key = jax.random.key(0)
     forms = {
-        "tiles, one after another": compiled(32, 1, federation, backbone, key),
-        "tiles, vmap": compiled(32, 0, federation, backbone, key),
-        "XLA convolution, one after another": compiled(0, 1, federation, backbone, key),
+        "tiles, one after another": compiled("tiles", 1, federation, backbone, key),
+        "tiles, vmap": compiled("tiles", 0, federation, backbone, key),
+        "im2col, one after another": compiled("im2col", 1, federation, backbone, key),
+        "XLA's, one after another": compiled("XLA's", 1, federation, backbone, key),
     }
     seconds = {name: [] for name in forms}
     for repeat in range(options.repeats + 1):

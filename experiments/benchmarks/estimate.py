@@ -72,15 +72,18 @@ def measure(net: str, rule: str, repeats: int) -> None:
     to_server = fdg.aggregators.AGGREGATORS[rule]()
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, to_server)
     program = compile_block(round_fn, federation, 1)
-    foreseen = estimate.duration(round_fn, federation, 1).round
-    state, seconds = jax.block_until_ready(round_fn.init(jax.random.key(0))), []
+    block = lambda state: jax.block_until_ready(
+        program.round_fn.block(state, federation.data, jax.random.key(0), length=1)
+    )[0]
+    state, seconds = block(round_fn.init(jax.random.key(0))), []
     given = estimate.num_bytes((federation.data, state)) / 2**20
-    before = memory_before()
-    for _ in range(repeats + 1):
+    before = memory_before()  # after a first round: XLA's own buffers and threads are there by then
+    for _ in range(repeats):
         begun = time.perf_counter()
-        state, _ = jax.block_until_ready(program.round_fn.block(state, federation.data, jax.random.key(0), length=1))
+        state = block(state)
         seconds.append(time.perf_counter() - begun)
-    took, grew = statistics.median(seconds[1:]), given + status("VmHWM") - before
+    foreseen = estimate.duration(round_fn, federation, 1).round
+    took, grew = statistics.median(seconds), given + status("VmHWM") - before
     print(f"{net + ', ' + rule:30s} {foreseen:25.3f} {took:9.3f} {foreseen / took:6.2f}", end="")
     print(f" {program.memory / 2**20:14.0f} {grew:9.0f} {program.memory / 2**20 / grew:6.2f}", flush=True)
 

@@ -46,7 +46,7 @@ def convolution(
     """``lax.conv_general_dilated`` for ``nn.Conv``; by matrix products where that is faster and means the same.
 
     It is without dilation and with one group. On CPU, by ``in_tiles`` for stride 1 and at most ``MOST_FILTERS`` filters (a
-    round of LeNet-5 takes 0.1 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), else by
+    round of LeNet-5 takes 0.22 of the time of XLA's own convolution, ``experiments/benchmarks/convolution.py``), else by
     ``im2col``, whose patches are not kept for the backward pass. Elsewhere only narrow layers with stride 1, by ``im2col``
     (chosen from what TPU programs cost, ``tpu_aot.py`` beside it; not timed on a GPU or TPU yet).
     """
