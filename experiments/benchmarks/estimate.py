@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import re
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,8 @@ def main() -> None:
     parser.add_argument("--work", help=argparse.SUPPRESS)  # what a process is told
     options = parser.parse_args()
     if options.work:
-        measure(*options.work.split(","), options.repeats)
+        net, rule = options.work.split(",")
+        measure(net, rule, options.repeats)
         return
     print(f"{'network, server rule':30s} {'seconds a round: foreseen':>25s} {'measured':>9s} {'ratio':>6s}", end="")
     print(f" {'MiB: foreseen':>14s} {'measured':>9s} {'ratio':>6s}", flush=True)
@@ -98,7 +98,8 @@ def memory_before() -> float:
 
 def status(field: str) -> float:
     """MiB, as the kernel counts."""
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
 
 
 if __name__ == "__main__":
