@@ -175,7 +175,9 @@ def im2col(
         starts = itertools.product(range(kh), range(kw))
         rows, columns = down * (out_height - 1) + 1, across * (out_width - 1) + 1
         under = [inputs[..., i : i + rows : down, j : j + columns : across, :] for i, j in starts]
-        return jnp.matmul(jnp.concatenate(under, axis=-1), kernel.reshape(-1, num_out), precision=precision)
+        patches = jnp.concatenate(under, axis=-1).reshape(-1, kh * kw * num_in)  # a matrix: else a TPU pads every row
+        outputs = jnp.matmul(patches, kernel.reshape(-1, num_out), precision=precision)
+        return outputs.reshape(*inputs.shape[:-3], out_height, out_width, num_out)
 
     size = out_height * out_width * kh * kw * num_in * inputs.dtype.itemsize  # of an image's patches
     if inputs.shape[0] * size <= PATCHES:
