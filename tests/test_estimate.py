@@ -22,10 +22,8 @@ def test_a_client_takes_four_models_its_batch_and_what_the_backward_pass_keeps()
     least = 32 * 4 * (image + 14 * 14 * 6 + 400 + 120 + 84)
     assert small > 4 * 4 * PARAMS + 32 * 4 * image + 2 * least
     per_image = (large - small) / 32
-    bands = (
-        small - 32 * per_image - 4 * 4 * PARAMS
-    )  # convolutions on CPU keep their kernels once an output of a tile, too
-    assert 0 <= bands < 4 * 4 * PARAMS
+    kernels = small - 32 * per_image - 4 * 4 * PARAMS  # kept once for each output of a tile, on CPU
+    assert 0 <= kernels < 4 * 4 * PARAMS
 
 
 def test_a_clients_state_counts():

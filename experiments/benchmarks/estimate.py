@@ -7,7 +7,7 @@ Work: rounds of FedAvg on random images of 7 classes, with the mean and with HFe
 of ``round.py``, ResNet-18 for 32 x 32 images with a few. Foreseen are the seconds of a round, from timing one client's part
 (``estimate.duration``), and the memory of the compiled program by XLA's plan; measured are the median of --repeats rounds,
 and what the program is given plus by how much the process's memory grows at its peak while they run (Linux only; what
-compilation took is given back to the system before). Each line is a process of its own.
+compilation took is given back to the system, after a first round). Each line is a process of its own.
 """
 
 from __future__ import annotations
