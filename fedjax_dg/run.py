@@ -61,7 +61,8 @@ def make_round(
     it. ``init(key)`` draws the start of a run; ``init(key, variables)`` starts from given (pretrained) ones of
     ``backbone``, and draws only what they lack.
     """
-    to_server, to_station = to_server or mean(), to_station or mean()
+    check_epochs(algorithm, topology)
+    to_server, to_station = (algorithm.merging(rule or mean()) for rule in (to_server, to_station))
     backbone = algorithm.adapt(backbone)
     for rule in (to_station, to_server):
         check_rule(backbone, rule)
@@ -160,6 +161,15 @@ def run(
         state = reached.state
         history.append(reached.record)
     return state, history
+
+
+def check_epochs(algorithm: Algorithm, topology: Topology) -> None:
+    """``ValueError`` when clients make too few passes to reach every part of a method."""
+    if topology.local_steps is None and topology.local_epochs < algorithm.least_epochs:
+        raise ValueError(
+            f"local_epochs={topology.local_epochs}, but this method needs {algorithm.least_epochs} or more, as its first "
+            f"{algorithm.least_epochs - 1} only warm up: raise local_epochs, or lower warmup_epochs."
+        )
 
 
 def check_rule(backbone: Backbone, rule: Aggregator) -> None:

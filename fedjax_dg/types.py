@@ -112,6 +112,10 @@ def _absorb(shared, stations, messages, shares):
     return shared, stations
 
 
+def _same_rule(rule):
+    return rule
+
+
 def _predict(backbone, variables, inputs, key):
     return backbone.apply(variables, inputs)
 
@@ -147,6 +151,12 @@ class Algorithm(NamedTuple):
     absorb: Callable[..., tuple[PyTree, PyTree]] = _absorb
     #: (backbone, variables, inputs, key) -> logits [B, K]: the prediction of the trained model.
     predict: Callable[..., Array] = _predict
+    #: rule -> rule: what this method changes in how models become one, at both tiers.
+    merging: Callable[[Aggregator], Aggregator] = _same_rule
+    #: Passes over its examples that a client makes in a station round unless told otherwise, and the fewest that reach
+    #: every part of the method.
+    local_epochs: int = 1
+    least_epochs: int = 1
 
 
 def _no_state(variables, num_models):

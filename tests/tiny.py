@@ -23,9 +23,14 @@ class TinyNet(nn.Module):
         self.dense = nn.Dense(5)
         self.head = nn.Dense(CLASSES)
 
+    def maps(self, x, train, mask=None):
+        return nn.relu(max_pool(self.conv(x)))
+
+    def reduce(self, maps, train):
+        return nn.tanh(self.dense(maps.reshape(maps.shape[0], -1)))
+
     def features(self, x, train, mask=None):
-        x = nn.relu(max_pool(self.conv(x)))
-        return nn.tanh(self.dense(x.reshape(x.shape[0], -1)))
+        return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z):
         return self.head(z)

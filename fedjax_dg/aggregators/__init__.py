@@ -1,5 +1,6 @@
 """Aggregators: how models become one, at the station tier or the server tier. One rule, one file."""
 
+from fedjax_dg.aggregators.fedgma import fedgma, masked
 from fedjax_dg.aggregators.grams import Gram, GramForm, LowRankGram, grams_of, measure_grams
 from fedjax_dg.aggregators.hfedatm import hfedatm, hfedatm_literal
 from fedjax_dg.aggregators.mean import BN_POOLS, WEIGHTINGS, fedadam, fedavgm, mean, pool, server_optimizer
@@ -11,6 +12,7 @@ AGGREGATORS = {
     "hfedatm_literal": hfedatm_literal,
     "fedavgm": fedavgm,
     "fedadam": fedadam,
+    "fedgma": fedgma,
 }
 
 __all__ = [
@@ -23,9 +25,11 @@ __all__ = [
     "Merged",
     "fedadam",
     "fedavgm",
+    "fedgma",
     "grams_of",
     "hfedatm",
     "hfedatm_literal",
+    "masked",
     "mean",
     "measure_grams",
     "pool",

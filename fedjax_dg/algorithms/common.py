@@ -39,6 +39,17 @@ def classify(backbone, params: PyTree, local: Local, batch: Examples, key):
     return cross_entropy(forward.logits, batch.labels, batch.mask), forward
 
 
+def losses_of(logits: Float[Array, "B K"], batch: Examples) -> Float[Array, " B"]:
+    """Cross-entropy of every row; 0 at padding."""
+    return jnp.where(batch.mask, optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels), 0.0)
+
+
+def classify_rows(backbone, params: PyTree, local: Local, batch: Examples, key):
+    """``classify``, and the loss of every row [B] (0 at padding), which its mean is of."""
+    value, forward = classify(backbone, params, local, batch, key)
+    return value, forward, losses_of(forward.logits, batch)
+
+
 def classification_loss(backbone, params, received, local, batch, key):
     """FedAvg's loss, in the form that ``gradient_step`` takes."""
     value, forward = classify(backbone, params, local, batch, key)

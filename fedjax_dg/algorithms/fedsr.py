@@ -28,10 +28,11 @@ class FedSRHparams(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """r(z | y) = N(mean_y, softplus(rho_y)^2) of every class."""
+    """r(z | y) = N(mean_y, softplus(rho_y)^2) of every class, and the scale of z in comparing the two."""
 
     mean: Float[Array, "K M"]
     rho: Float[Array, "K M"]
+    log_kappa: Float[Array, ""]
 
 
 class Gaussian(nn.Module):
@@ -70,7 +71,12 @@ def gaussian_kl(mean: Array, std: Array, other_mean: Array, other_std: Array) ->
 
 
 def fedsr(
-    hparams: FedSRHparams = FedSRHparams(), optimizer: Callable = momentum, l2_form: str = "norm", samples: int = 20
+    hparams: FedSRHparams = FedSRHparams(),
+    optimizer: Callable = momentum,
+    l2_form: str = "norm",
+    samples: int = 20,
+    share_reference: bool = False,
+    learn_kappa: bool = False,
 ) -> Algorithm:
     """Simple representations: Gaussian features z, kept short and close to a class-wise reference distribution.
 
@@ -81,11 +87,15 @@ def fedsr(
 
     The backbone gains a dense layer ``posterior`` D -> 2M with M = D, in place of the authors' widened last layer.
     Client state: the reference r (K x M means and rho), trained with the model by the same optimizer, never uploaded.
-    Upload: the model. Gram statistics of the head are those of the means mu.
+    ``share_reference`` makes it part of the model instead, under ``reference``: uploaded, and merged with it (as public
+    ports do). Upload: the model. Gram statistics of the head are those of the means mu.
 
-    Deviations: standard deviations are bounded below by 1e-5 and rho by -5; the scale kappa of the authors' code, not in
-    the paper, is fixed at 1; the optimizer starts afresh each station round (``keep_optimizer`` keeps it, as their code).
-    Source: Nguyen, Torr, Lim, NeurIPS 2022, https://arxiv.org/abs/2206.08332 (code: github.com/atuannguyen/FedSR).
+    ``learn_kappa`` trains the scale kappa of the authors' code, with r: KL(N(kappa mu, (kappa sigma)^2) || r). It is not in
+    the paper, and fixed at 1 otherwise; as exp(log_kappa) it stays positive, which theirs need not.
+
+    Deviations: standard deviations are bounded below by 1e-5 and rho by -5; the optimizer starts afresh each station round
+    (``keep_optimizer`` keeps it, as their code). Source: Nguyen, Torr, Lim, NeurIPS 2022, https://arxiv.org/abs/2206.08332
+    (code: github.com/atuannguyen/FedSR).
     """
     if l2_form not in L2_FORMS:
         raise unknown("l2_form", l2_form, L2_FORMS)
@@ -97,39 +107,50 @@ def fedsr(
 
     def init(backbone, variables, key):
         shape = (backbone.num_classes, backbone.num_features)
-        return Start(variables, client=Reference(jnp.zeros(shape), jnp.ones(shape)))
+        reference = Reference(jnp.zeros(shape), jnp.ones(shape), jnp.zeros(()))
+        if not share_reference:
+            return Start(variables, client=reference)
+        return Start(variables._replace(params={**variables.params, "reference": reference._asdict()}))
+
+    def trained_of(params, client):
+        if not share_reference:
+            return params, client
+        params = dict(params)
+        return params, Reference(**params.pop("reference"))
 
     def begin(backbone, received, client):
-        return descent.init((received.variables.params, client)), ()
+        return descent.init(trained_of(received.variables.params, client)), ()
 
     def loss(trained, backbone, batch_stats, batch, key):
         params, reference = trained
         variables = Variables(params, batch_stats)
-        forward_key, sample_key = jax.random.split(key)
-        forward = backbone.forward(variables, batch.inputs, batch.mask, forward_key)
+        forward = backbone.forward(variables, batch.inputs, batch.mask, key)
         mean, std = gaussian_of(forward.z)
-        z = mean + std * jax.random.normal(sample_key, mean.shape)
+        z = mean + std * jax.random.normal(jax.random.fold_in(key, 1), mean.shape)
         error = cross_entropy(backbone.head(variables, z), batch.labels, batch.mask)
         length = (z**2).sum(-1)
         # the square root has no gradient at 0, where padding rows may be
         l2 = masked_mean(length if l2_form == "squared" else jnp.sqrt(length + 1e-12), batch.mask)
-        target_std = jax.nn.softplus(jnp.maximum(reference.rho, SMALLEST_RHO))
-        kl = gaussian_kl(mean, std, reference.mean[batch.labels], target_std[batch.labels]).sum(-1)
+        target_std = jax.nn.softplus(jnp.maximum(reference.rho, SMALLEST_RHO)) + SMALLEST_STD
+        kappa = jnp.exp(reference.log_kappa if learn_kappa else jax.lax.stop_gradient(reference.log_kappa))
+        kl = gaussian_kl(kappa * mean, kappa * std, reference.mean[batch.labels], target_std[batch.labels]).sum(-1)
         cmi = masked_mean(kl, batch.mask)
         metrics = {"cross_entropy": error, "l2": l2, "cmi": cmi}
         return error + hparams.l2 * l2 + hparams.cmi * cmi, (forward, metrics)
 
     def step(backbone, received, local, batch, key):
-        trained = (local.variables.params, local.client)
+        trained = trained_of(local.variables.params, local.client)
         (value, (forward, metrics)), gradient = jax.value_and_grad(loss, has_aux=True)(
             trained, backbone, local.variables.batch_stats, batch, key
         )
         updates, state = descent.update(gradient, local.optimizer, trained)
         params, reference = jax.tree.map(jnp.add, trained, updates)
+        if share_reference:
+            params = {**params, "reference": reference._asdict()}
         local = local._replace(
             variables=Variables(params, forward.batch_stats),
             optimizer=state,
-            client=reference,
+            client=() if share_reference else reference,
             seen=forward.dense_inputs,
         )
         return local, {"loss": value, **metrics}

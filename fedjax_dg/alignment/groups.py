@@ -7,6 +7,7 @@ or a moment shaped like the parameters. A ``Group`` names all of it, once, besid
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,30 @@ class Group(NamedTuple):
     norm_groups: int = (
         1  # a group norm reads these units: only whole norm groups, and units within one, may change places
     )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OfFeatures:
+    """An array of a method's state one of whose axes lists the features z, those that the head reads: see ``carry``."""
+
+    value: Array
+    axis: int = dataclasses.field(metadata={"static": True})
+
+
+HEAD = "params/head/kernel"
+
+
+def made_with_features(groups: tuple[Group, ...], *axes: Axis) -> tuple[Group, ...]:
+    """The groups of a network with further leaves one of whose axes lists the features z."""
+
+    def gain(group):
+        reads = [consumer.positions for consumer in group.consumers if consumer.leaf == HEAD]
+        return group._replace(
+            followers=(*group.followers, *(axis._replace(positions=n) for n in reads for axis in axes))
+        )
+
+    return tuple(gain(group) for group in groups)
 
 
 def leaves_of(variables: Variables) -> dict[str, Any]:
@@ -86,7 +111,7 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
     """``state`` with everything in it that lives in the coordinates of ``variables`` put into the new order.
 
     That is: every subtree with the structure and shapes of the parameters (control variates, mean gradients, optimizer
-    moments) or of the whole model, and every ``{layer: Gram}``. Other leaves stay.
+    moments) or of the whole model, every ``{layer: Gram}``, and every ``OfFeatures``. Other leaves stay.
     """
 
     def shapes(tree):
@@ -95,12 +120,19 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
     like_model, like_params = shapes(variables), shapes(variables.params)
 
     def moves(node):
-        return shapes(node) in (like_model, like_params) or is_grams(node)
+        return isinstance(node, OfFeatures) or shapes(node) in (like_model, like_params) or is_grams(node)
 
     def is_grams(node):
         return isinstance(node, dict) and bool(node) and all(hasattr(x, "permute") for x in node.values())
 
     def move(node):
+        if isinstance(node, OfFeatures):
+            value = node.value
+            for group in groups:
+                for consumer in group.consumers:
+                    if consumer.leaf == HEAD and group.name in orders:
+                        value = take_units(value, orders[group.name], node.axis, consumer.positions)
+            return dataclasses.replace(node, value=value)
         if is_grams(node):
             for group in groups:
                 if group.name in orders:

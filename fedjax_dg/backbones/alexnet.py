@@ -29,21 +29,27 @@ class AlexNet(nn.Module):
     dropout: float
 
     def setup(self):
+        self.dense1, self.dense2 = nn.Dense(WIDTH), nn.Dense(WIDTH)
+        self.drop = nn.Dropout(self.dropout)
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 6 6 256"]:
         x = nn.relu(conv(FILTERS[0], 11, stride=4, padding=2, name="conv1")(x))
         x = nn.relu(conv(FILTERS[1], 5, padding=2, name="conv2")(max_pool_3x3(x)))
         x = nn.relu(conv(FILTERS[2], 3, padding=1, name="conv3")(max_pool_3x3(x)))
         x = nn.relu(conv(FILTERS[3], 3, padding=1, name="conv4")(x))
         x = nn.relu(conv(FILTERS[4], 3, padding=1, name="conv5")(x))
-        x = adaptive_avg_pool(max_pool_3x3(x), POOLED, POOLED)
-        x = x.reshape(x.shape[0], -1)
-        for name in ("dense1", "dense2"):
-            x = nn.Dropout(self.dropout)(x, deterministic=not train)
-            x = nn.relu(nn.Dense(WIDTH, name=name)(x))
+        return adaptive_avg_pool(max_pool_3x3(x), POOLED, POOLED)
+
+    def reduce(self, maps: Float[Array, "B 6 6 256"], train: bool) -> Float[Array, "B D"]:
+        x = maps.reshape(maps.shape[0], -1)
+        for dense in (self.dense1, self.dense2):
+            x = nn.relu(dense(self.drop(x, deterministic=not train)))
         return x
+
+    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+        return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         return self.head(z)

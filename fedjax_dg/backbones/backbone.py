@@ -39,6 +39,8 @@ class Backbone:
 
     ``module`` is a Linen module with methods ``features(x, train, mask) -> z [B, D]`` (``mask`` [B] marks real rows, for
     layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``.
+    Image networks also have the two halves of ``features``: ``maps(x, train, mask) -> [B, H, W, C]``, their last feature
+    map, and ``reduce(maps, train) -> z``.
     ``groups`` are its permutation symmetries (see ``alignment``).
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
     ``dtype`` is what layers compute in (``in_precision``); parameters, statistics, features and logits stay float32.
@@ -83,6 +85,23 @@ class Backbone:
         with tapped() as seen:
             (z, logits), changed = self._run(variables, self.transform(inputs), **options)
         return Forward(z, logits, dict(changed).get("batch_stats", variables.batch_stats), seen)
+
+    def maps(self, variables: Variables, inputs: Array, mask: Bool[Array, " B"], key: Key) -> tuple[Array, dict]:
+        """The first half of ``forward``: the last feature map [B, H, W, C], and the batch statistics it leaves behind."""
+        options = {"method": "maps", "mask": mask, "mutable": ["batch_stats"], "rngs": {"dropout": key}}
+        maps, changed = self._run(variables, self.transform(inputs), train=True, **options)
+        return maps, dict(changed).get("batch_stats", variables.batch_stats)
+
+    def from_maps(self, variables: Variables, maps: Float[Array, "B H W C"], key: Key) -> Forward:
+        """The second half of ``forward``, from a feature map; batch statistics as in ``variables``."""
+
+        def both(module, maps):
+            z = module.reduce(maps, train=True)
+            return z, module.classify(z)
+
+        with tapped() as seen:
+            z, logits = self._run(variables, maps, method=both, rngs={"dropout": key})
+        return Forward(z, logits, variables.batch_stats, seen)
 
     def _run(self, variables: Variables, x: Array, **options):
         """The module in its precision: parameters and input cast to it on the way in, what comes out to float32."""

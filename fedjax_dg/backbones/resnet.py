@@ -88,7 +88,7 @@ class ResNet(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B h w D"]:
         norm = functools.partial(normalise, kind=self.norm, running=self.freeze_bn or not train, mask=mask)
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         x = conv(STEM_FILTERS, size, stride, padding=size // 2, bias=False, name="conv1")(x)
@@ -97,7 +97,13 @@ class ResNet(nn.Module):
             x = max_pool_3x3(x, padding=1)
         for block in self.blocks:
             x = Block(block, name=block.name)(x, norm)
-        return x.mean((1, 2))
+        return x
+
+    def reduce(self, maps: Float[Array, "B h w D"], train: bool) -> Float[Array, "B D"]:
+        return maps.mean((1, 2))
+
+    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+        return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         return self.head(z)

@@ -36,22 +36,28 @@ class VGG11(nn.Module):
     freeze_bn: bool
 
     def setup(self):
+        self.dense1, self.dense2 = nn.Dense(WIDTH), nn.Dense(WIDTH)
+        self.drop = nn.Dropout(self.dropout)
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 7 7 512"]:
         running = self.freeze_bn or not train
         for i, filters in enumerate(FILTERS, 1):
             x = conv(filters, 3, padding=1, name=f"conv{i}")(x)
             x = nn.relu(normalise(x, self.norm, running, mask, name=f"norm{i}"))
             if i in POOLS:
                 x = max_pool(x)
-        x = adaptive_avg_pool(x, POOLED, POOLED)
-        x = x.reshape(x.shape[0], -1)
-        for name in ("dense1", "dense2"):
-            x = nn.relu(nn.Dense(WIDTH, name=name)(x))
-            x = nn.Dropout(self.dropout)(x, deterministic=not train)
+        return adaptive_avg_pool(x, POOLED, POOLED)
+
+    def reduce(self, maps: Float[Array, "B 7 7 512"], train: bool) -> Float[Array, "B D"]:
+        x = maps.reshape(maps.shape[0], -1)
+        for dense in (self.dense1, self.dense2):
+            x = self.drop(nn.relu(dense(x)), deterministic=not train)
         return x
+
+    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+        return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         return self.head(z)
