@@ -10,10 +10,18 @@ from fedjax_dg import tree
 from fedjax_dg.aggregators.mean import mean
 from fedjax_dg.types import Aggregator, PyTree, Variables
 
+# A move below this share of the parameter (of 0.01, for smaller ones) is a rounding of the tier below: no direction.
+STILL = 1e-6
+
 
 def agreement(start: PyTree, models: PyTree, weights: Float[Array, " n"]) -> PyTree:
     """A = | sum_e w_e sign(theta_e - theta) |, w summing to 1: 1 where all models moved a parameter in one direction."""
-    return jax.tree.map(jnp.abs, tree.weighted_mean(jax.tree.map(lambda m, s: jnp.sign(m - s), models, start), weights))
+
+    def direction(new, old):
+        move = new - old
+        return jnp.where(jnp.abs(move) > STILL * jnp.maximum(jnp.abs(old), 0.01), jnp.sign(move), 0.0)
+
+    return jax.tree.map(jnp.abs, tree.weighted_mean(jax.tree.map(direction, models, start), weights))
 
 
 def masked(aggregator: Aggregator, threshold: ArrayLike = 0.4) -> Aggregator:

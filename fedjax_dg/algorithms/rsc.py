@@ -80,10 +80,10 @@ def rsc(
     largest g; the share p_b of the batch whose confidence in the true class then falls most is challenged so, the
     others keep all. Masks are constants, nothing is rescaled, and the test uses the whole z. p_f = 0 or p_b = 0 is FedAvg.
 
-    ``mute``: ``features`` (z itself: the paper, DomainBed); on the last feature map of an image network ``spatial``
-    (places), ``channel``, or ``either``, one of the two by a coin for every batch (the authors' code). ``score``, for ``features``:
-    ``gradient``, or ``activation`` times gradient; under a linear head g is the class's weights for every example.
-    p_b may grow with the server round (``growth``). Exactly that many are muted: ties go to the first.
+    ``mute``: ``features`` (z itself: the paper, DomainBed), or of the last feature map of an image network ``spatial``
+    (places), ``channel``, or ``either``, one of the two by a coin for every batch (the authors' code). ``score`` of
+    ``features``: ``gradient``, or ``activation`` times gradient; under a linear head g is the class's weights for every
+    example. p_b may grow with the server round (``growth``). Exactly that many are muted: ties go to the first.
 
     Upload: the model. Gram statistics gathered in training are of the features that are not muted.
 
