@@ -17,12 +17,23 @@ from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_batch_stats, keep_
 from fedjax_dg.backbones import BACKBONES, PRECISIONS, Backbone, in_precision
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
-from fedjax_dg.federation import check_topology
+from fedjax_dg.federation import check_setting, check_topology
 from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
-POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
-SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
+POSITIVE = (
+    "client_lr",
+    "server_lr",
+    "epsilon",
+    "server_eps",
+    "samples",
+    "max_gram",
+    "rank",
+    "lambda_p",
+    "growth_rounds",
+)
+SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2", "threshold", "smoothing", "meta_lr")
+SHARES += ("drop", "drop_channels", "batch")
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,12 @@ class RunConfig:
     """Clients of each station."""
     station_assignment: str = "by-domain"
     """Which clients a station has: by-domain, contiguous, round-robin, random."""
-    domain_mix: float = 0.0
-    """The paper's lambda: 0 = one domain a client, 1 = every client has the global mix."""
+    setting: str | None = None
+    """Preset of who holds what: single-domain (with sources), leave-one-domain-out, mixed; None = domain_mix."""
+    sources: str | None = None
+    """Domains that are trained on, comma separated; None = all but the held-out one."""
+    domain_mix: float | None = None
+    """The paper's lambda: 0 = one domain a client, 1 = every client has the global mix; None = the setting's, or 0."""
     label_alpha: float | None = None
     """Dirichlet label skew of the clients; None = no skew."""
     remainders: str = "owners"
@@ -67,8 +82,8 @@ class RunConfig:
     """Server rounds."""
     station_rounds: int = 5
     """Station rounds in a server round."""
-    local_epochs: int = 1
-    """Passes of a client over its own examples in a station round."""
+    local_epochs: int | None = None
+    """Passes of a client over its own examples in a station round; None = the algorithm's own (mostly 1)."""
     local_steps: int | None = None
     """Steps of a client in a station round, instead of local epochs."""
     batch_size: int = 7
@@ -166,13 +181,16 @@ def check(config: RunConfig) -> RunConfig:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not positive: give 1 or more.")
     check_number("client_lr", config.client_lr)
+    preset = check_setting(config.setting, None if config.sources is None else names(config.sources), config.domain_mix)
+    config = dataclasses.replace(config, domain_mix=preset.domain_mix, settings=typed_settings(config))
+    config = dataclasses.replace(config, local_epochs=topology(config).local_epochs)
     check_topology(topology(config))
     if config.rounds % config.eval_every:
         raise ValueError(
             f"rounds={config.rounds} is no multiple of eval_every={config.eval_every}: "
             f"give rounds={-(-config.rounds // config.eval_every) * config.eval_every} or another eval_every."
         )
-    return dataclasses.replace(config, settings=typed_settings(config))
+    return config
 
 
 def check_number(name: str, value: int | float) -> None:
@@ -224,7 +242,7 @@ def algorithm_options(name: str) -> dict[str, Any]:
     parameters = dict(inspect.signature(ALGORITHMS[name]).parameters)
     hparams = parameters.pop("hparams").default._asdict()
     hparams.pop("client_lr")
-    return hparams | {key: p.default for key, p in parameters.items() if key != "optimizer"}
+    return hparams | {key: p.default for key, p in parameters.items() if key not in ("optimizer", "num_domains")}
 
 
 def aggregator_options(name: str) -> dict[str, Any]:
@@ -248,13 +266,15 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
     return in_precision(backbone, config.precision)
 
 
-def build_algorithm(config: RunConfig) -> Algorithm:
-    """The algorithm a configuration names, with its hyper-parameters."""
+def build_algorithm(config: RunConfig, num_domains: int | None = None) -> Algorithm:
+    """The algorithm a configuration names, with its hyper-parameters, for a data set of ``num_domains``."""
     factory: Callable = ALGORITHMS[config.algorithm]
     given = {k: v for k, v in config.settings.items() if k in algorithm_options(config.algorithm)}
     hparams = inspect.signature(factory).parameters["hparams"].default._replace(client_lr=config.client_lr)
     hparams = hparams._replace(**{k: given.pop(k) for k in hparams._fields if k in given})
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
+    if num_domains is not None and "num_domains" in inspect.signature(factory).parameters:
+        given["num_domains"] = num_domains
     algorithm = factory(hparams, **optimizer, **given)
     if config.bn_pool == "local":
         algorithm = keep_batch_stats(algorithm)
@@ -274,7 +294,10 @@ def pooling(config: RunConfig) -> str:
 
 def topology(config: RunConfig) -> Topology:
     """The sizes of a configuration."""
-    return Topology(**{name: getattr(config, name) for name in Topology._fields})
+    sizes = {name: getattr(config, name) for name in Topology._fields}
+    if config.local_epochs is None:
+        sizes["local_epochs"] = build_algorithm(config).local_epochs
+    return Topology(**sizes)
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

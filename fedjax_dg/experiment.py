@@ -62,12 +62,18 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
     if config.held_out != "all" and config.held_out not in domains.domain_names:
         raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
     mesh = sharding.mesh_for(topology(config), devices) if devices is not None and len(devices) > 1 else None
-    held_outs = domains.domain_names if config.held_out == "all" else (config.held_out,)
+    sources = None if config.sources is None else names(config.sources)
+    held_outs = (config.held_out,)
+    if config.held_out == "all":
+        trained = sources if config.setting == "single-domain" and sources else ()
+        held_outs = tuple(name for name in domains.domain_names if name not in trained)
     federations = {
         (held_out, seed): federate(
             domains,
             held_out,
             domain_mix=config.domain_mix,
+            setting=config.setting,
+            sources=sources,
             seed=seed,
             station_assignment=config.station_assignment,
             remainders=config.remainders,
@@ -101,7 +107,7 @@ def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
     config = grid.config
     to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting, pooling(config))
-    backbone, algorithm = backbone_of(grid), build_algorithm(config)
+    backbone, algorithm = backbone_of(grid), build_algorithm(config, len(grid.domains.domain_names))
     round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
     check_fit(round_fn, next(iter(grid.federations.values())))
     return round_fn

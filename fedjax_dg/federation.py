@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -14,6 +16,22 @@ from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import EvaluationSet
 from fedjax_dg.partition import assign_stations, by_domain_mix
 from fedjax_dg.types import Examples, Topology
+
+
+class Setting(NamedTuple):
+    """Who holds which domains."""
+
+    domain_mix: float
+    validation_fraction: float = 0.2
+    num_sources: int | None = None  # if set, that many domains are trained on
+
+
+#: The three settings of FedADG and Stable-FedADG. The text we have does not define them: these are our reading.
+SETTINGS = {
+    "single-domain": Setting(1.0, 0.3, num_sources=1),  # all clients share one domain
+    "leave-one-domain-out": Setting(0.0, 0.3),  # every client has one of the source domains
+    "mixed": Setting(0.5, 0.3),  # every client has several, and another mixture than its neighbours
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +78,15 @@ def federate(
     held_out: str | None = None,
     stations: int = 10,
     clients_per_station: int = 10,
-    domain_mix: float = 0.0,
+    domain_mix: float | None = None,
     seed: int = 0,
     *,
+    setting: str | None = None,
+    sources: Sequence[str] | None = None,
     station_assignment: str = "by-domain",
     remainders: str = "owners",
     label_alpha: float | None = None,
-    validation_fraction: float = 0.2,
+    validation_fraction: float | None = None,
     station_rounds: int = 1,
     local_epochs: int = 1,
     local_steps: int | None = None,
@@ -77,14 +97,19 @@ def federate(
     """Deal a data set to stations x clients, leaving one domain out.
 
     Training examples of the source domains go to clients by ``partition.by_domain_mix`` (``domain_mix`` is the paper's
-    lambda: 1 = every client has the global mix, 0 = one domain a client; ``label_alpha`` adds Dirichlet label skew), and
-    clients to stations by ``station_assignment``: ``by-domain`` (clients own domains in whole stations, so at
+    lambda: 1 = every client has the global mix; 0, the default, = one domain a client; ``label_alpha`` adds Dirichlet label
+    skew), and clients to stations by ``station_assignment``: ``by-domain`` (clients own domains in whole stations, so at
     domain_mix 0 a station holds one domain), ``contiguous``, ``round-robin`` or ``random``. Clients are padded to the
     largest one and masked.
 
+    ``sources``: the domains that are trained on, instead of all but ``held_out``; what is neither is left out.
+    ``setting``: a preset of ``domain_mix`` and ``validation_fraction`` by name (``SETTINGS``): ``single-domain`` (all
+    clients share the one domain of ``sources``), ``leave-one-domain-out`` (one source domain a client), ``mixed`` (half of a
+    client's examples from its own domain, half from the global mix, or as ``domain_mix`` says).
+
     The model is judged on the validation examples of every source domain and on all examples of ``held_out`` (None: no
-    domain is held out). A data set without a validation split of its own gets one: ``validation_fraction`` of each
-    source domain, by identity where items recur across domains, drawn from ``seed``.
+    domain is held out). A data set without a validation split of its own gets one: ``validation_fraction`` (0.2, or the
+    setting's) of each source domain, by identity where items recur across domains, drawn from ``seed``.
 
     The remaining options are the sizes of a round (``Topology``), and the ``mesh`` whose devices hold the clients: a process
     builds only the clients of its own devices. Raises ``ValueError``, one sentence, for anything out
@@ -96,16 +121,18 @@ def federate(
         stations, clients_per_station, station_rounds, local_epochs, local_steps, batch_size, participants
     )
     check_topology(topology)
+    preset = check_setting(setting, sources, domain_mix)
     out = -1 if held_out is None else domains.domain_names.index(held_out)
     validation = domains.validation
     if validation is None:
-        validation = draw_validation(domains, validation_fraction, seed)
-    source = domains.domain != out
+        fraction = preset.validation_fraction if validation_fraction is None else validation_fraction
+        validation = draw_validation(domains, fraction, seed)
+    source = np.isin(domains.domain, source_ids(domains, held_out, sources))
     train = np.flatnonzero(source & ~validation)
     dealt = by_domain_mix(
         domains.domain[train],
         stations * clients_per_station,
-        domain_mix,
+        preset.domain_mix,
         seed,
         remainders=remainders,
         block=clients_per_station if station_assignment == "by-domain" else 1,
@@ -133,6 +160,40 @@ def federate(
         class_names=tuple(domains.class_names),
         held_out=held_out,
     )
+
+
+def check_setting(setting: str | None, sources: Sequence[str] | None, domain_mix: float | None) -> Setting:
+    """The setting of that name, with what is given in its place. ``ValueError`` for what contradicts it."""
+    if setting is not None and setting not in SETTINGS:
+        raise unknown("setting", setting, SETTINGS)
+    preset = Setting(0.0) if setting is None else SETTINGS[setting]
+    if preset.num_sources is not None and len(sources or ()) != preset.num_sources:
+        raise ValueError(
+            f"setting={setting} trains on {preset.num_sources} domain, but sources={sources} names {len(sources or ())}: "
+            f"name {preset.num_sources}."
+        )
+    if domain_mix is None or domain_mix == preset.domain_mix:
+        return preset
+    if setting in ("single-domain", "leave-one-domain-out"):
+        raise ValueError(
+            f"setting={setting} has domain_mix={preset.domain_mix:g}, not {domain_mix}: leave domain_mix out, or setting."
+        )
+    return preset._replace(domain_mix=domain_mix)
+
+
+def source_ids(domains: Domains, held_out: str | None, sources: Sequence[str] | None) -> list[int]:
+    """Ids of the domains that are trained on. ``ValueError`` for names that do not exist, twice, or the held-out one."""
+    if sources is None:
+        return [i for i, name in enumerate(domains.domain_names) if name != held_out]
+    for name in sources:
+        if name not in domains.domain_names:
+            raise unknown("source domain", name, domains.domain_names)
+    if not sources or len(set(sources)) < len(sources) or held_out in sources:
+        raise ValueError(
+            f"sources={list(sources)} with held_out={held_out}: name each source once, at least one, and not the held-out "
+            "domain."
+        )
+    return [domains.domain_names.index(name) for name in sources]
 
 
 def check_topology(topology: Topology) -> None:

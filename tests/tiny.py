@@ -4,13 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from fedjax_dg.algorithms import ALGORITHMS
 from fedjax_dg.alignment import Axis, Group
 from fedjax_dg.backbones import Backbone
 from fedjax_dg.backbones.backbone import max_pool
 from fedjax_dg.datasets import Domains
 from fedjax_dg.evaluate import EvaluationSet
 from fedjax_dg.federation import Federation
-from fedjax_dg.types import Examples, Topology
+from fedjax_dg.types import Algorithm, Examples, Topology
 
 CLASSES = 3
 
@@ -65,8 +66,11 @@ def tiny_domains(per_domain=30, domains=3, seed=0) -> Domains:
     return Domains("tiny", inputs, labels, domain, None, None, names, tuple("abc"))
 
 
-def tiny_federation(sizes, seed=0, padding=0, fill=0.0, **topology) -> Federation:
-    """A federation with ``sizes`` [S, C] examples per client, ``padding`` extra places whose values are ``fill``."""
+def tiny_federation(sizes, seed=0, padding=0, fill=0.0, domains=1, **topology) -> Federation:
+    """A federation with ``sizes`` [S, C] examples per client, ``padding`` extra places whose values are ``fill``.
+
+    A client's examples are of its station's domain, or of ``domains`` in turn, from that one on.
+    """
     sizes = np.asarray(sizes)
     stations, clients = sizes.shape
     rng = np.random.default_rng(seed)
@@ -80,7 +84,8 @@ def tiny_federation(sizes, seed=0, padding=0, fill=0.0, **topology) -> Federatio
             n = sizes[s, c]
             labels[s, c, :n] = rng.integers(0, CLASSES, n)
             inputs[s, c, :n] = rng.normal(size=(n, 6, 6, 2)) + labels[s, c, :n, None, None, None]
-    domain = np.broadcast_to(np.arange(stations, dtype=np.int32)[:, None, None], mask.shape)
+    turn = np.arange(stations)[:, None, None] + np.arange(places) % domains
+    domain = np.broadcast_to(turn % (stations + 1), mask.shape).astype(np.int32)
     judged = Examples(
         jnp.asarray(rng.normal(size=(12, 6, 6, 2)), jnp.float32),
         jnp.asarray(rng.integers(0, CLASSES, 12), jnp.int32),
@@ -96,3 +101,17 @@ def tiny_federation(sizes, seed=0, padding=0, fill=0.0, **topology) -> Federatio
         class_names=tuple("abc"),
         held_out=f"domain{stations}",
     )
+
+
+#: What is not a method's default in tests, so that few passes reach all of it, on features of both signs.
+OPTIONS = {name: {"warmup_epochs": 1, "rectify": False} for name in ("fedadg", "stable_fedadg")}
+
+
+def tiny_method(name, hparams=None, **options) -> Algorithm:
+    """A method of the table for the tiny network."""
+    return ALGORITHMS[name](*(() if hparams is None else (hparams,)), **{**OPTIONS.get(name, {}), **options})
+
+
+def contract_federation() -> Federation:
+    """Unequal clients, one of them empty, most with examples of two domains."""
+    return tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=2, domains=2)

@@ -19,7 +19,7 @@ LEVELS = ("inputs", "features")
 
 class MixupHparams(NamedTuple):
     client_lr: ArrayLike = 0.05
-    alpha: ArrayLike = 0.2  # of Beta(alpha, alpha), from which the share of the first example is drawn; 0: no mixing
+    mix_alpha: ArrayLike = 0.2  # of Beta(alpha, alpha), from which shares are drawn; 0: no mixing
 
 
 def partners(
@@ -57,7 +57,7 @@ def mixup(
         variables = Variables(params, local.variables.batch_stats)
         forward_key, partner_key, share_key = jax.random.split(key, 3)
         other = partners(batch.mask, batch.domain, partner_key, across_domains)
-        alpha = jnp.asarray(hparams.alpha, jnp.float32)
+        alpha = jnp.asarray(hparams.mix_alpha, jnp.float32)
         drawn = jax.random.beta(share_key, jnp.maximum(alpha, 1e-3), jnp.maximum(alpha, 1e-3))
         share = jnp.where(alpha > 0, drawn, 1.0)
         mix = lambda x: share * x + (1 - share) * x[other]

@@ -17,15 +17,14 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
     import numpy as np
-    from tiny import tiny_backbone, tiny_federation
+    from tiny import contract_federation, tiny_backbone, tiny_method
 
     from fedjax_dg import make_round, sharding
     from fedjax_dg.aggregators import AGGREGATORS
-    from fedjax_dg.algorithms import ALGORITHMS
 
     # as if the data were loaded twice: every process places what its own devices hold
     sharding.start()
-    federation = tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=2)
+    federation = contract_federation()
     mesh = sharding.mesh_for(federation.topology)
     assert mesh.size == 8 and jax.process_count() == 2
 
@@ -35,9 +34,9 @@ if __name__ == "__main__":
     data = jax.tree.map(own, federation.data)
     for pair in pairs:
         algorithm, aggregator = pair.split("-")
-        round_fn = make_round(
-            tiny_backbone(), ALGORITHMS[algorithm](), federation.topology, AGGREGATORS[aggregator](), chunk=1, mesh=mesh
-        )
+        algorithm, rule = tiny_method(algorithm), AGGREGATORS[aggregator]()
+        topology = federation.topology._replace(local_epochs=algorithm.least_epochs)
+        round_fn = make_round(tiny_backbone(), algorithm, topology, rule, chunk=1, mesh=mesh)
         key = jax.random.key(0)
         state, _ = round_fn.block(round_fn.init(key), data, key, length=3)
         leaves = jax.tree.leaves(sharding.fetch(state))
