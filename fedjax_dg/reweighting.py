@@ -94,7 +94,8 @@ def solve(
     q = softmax(a), and ``steps`` steps of descent with momentum 0.9 on the logits a [B], zero at first, minimise
     B (L / lambda_p + sum_i q_i^2), L = ``dependence`` of random Fourier features, drawn once. Without the second term all
     weight on one row would be best; a larger ``lambda_p`` means more even weights. With a ``memory`` L is of the batch's
-    rows and the memory's together, whose logits stay as they are.
+    rows and the memory's together, whose logits stay as they are. Of two rows all features depend alike whatever their
+    weights are, up to one row alone: they stay even.
 
     The authors minimise pairs L n^2 / 70 + sum q^2 at rate 1: here lambda_p = 70 / (pairs n^2) and lr = 1 / B, with
     pairs = M (M - 1) / 2. Theirs depends on M, and through softmax on B, so that weights often hardly move.
@@ -122,7 +123,7 @@ def solve(
     def descend(carry, step):
         logits, speed = carry
         speed = MOMENTUM * speed + jax.grad(objective)(logits)
-        rate = lr * jnp.where(step < steps // 2, 1.0, 0.1)
+        rate = lr * jnp.where(step < steps // 2, 1.0, 0.1) * (real.sum() > 2)
         return (logits - rate * speed, speed), None
 
     start = jnp.zeros(len(mask))

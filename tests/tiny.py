@@ -114,4 +114,4 @@ def tiny_method(name, hparams=None, **options) -> Algorithm:
 
 def contract_federation() -> Federation:
     """Unequal clients, one of them empty, most with examples of two domains."""
-    return tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=2, domains=2)
+    return tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, batch_size=3, domains=2)

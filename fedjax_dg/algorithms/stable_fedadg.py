@@ -21,7 +21,7 @@ class StableFedADGHparams(NamedTuple):
     lambda_cls: ArrayLike = 0.85
     smoothing: ArrayLike = 0.0  # the paper has the plain cross-entropy
     label_scale: ArrayLike = 1.0
-    lambda_p: ArrayLike = 0.02  # larger: more even weights
+    lambda_p: ArrayLike = 0.5  # larger: more even weights
     weight_lr: ArrayLike = 1.0  # lr_w, of the inner descent; 0: even weights
 
 

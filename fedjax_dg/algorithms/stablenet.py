@@ -17,7 +17,7 @@ from fedjax_dg.types import Algorithm, Start, Variables
 
 class StableNetHparams(NamedTuple):
     client_lr: ArrayLike = 0.05
-    lambda_p: ArrayLike = 0.02  # larger: more even weights
+    lambda_p: ArrayLike = 0.5  # larger: more even weights
     weight_lr: ArrayLike = 1.0  # of the inner descent; 0: even weights
 
 

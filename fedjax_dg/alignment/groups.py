@@ -48,7 +48,7 @@ class Group(NamedTuple):
 class OfFeatures:
     """An array of a method's state one of whose axes lists the features z, those that the head reads: see ``carry``."""
 
-    value: Array
+    value: Any  # an array, or what stands for one in a tree (a shape, a sharding)
     axis: int = dataclasses.field(metadata={"static": True})
 
 
