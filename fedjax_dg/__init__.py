@@ -9,9 +9,9 @@
 >>> algorithm = fdg.algorithms.fedsr(fdg.algorithms.FedSRHparams(l2=0.01))
 >>> round_fn = fdg.make_round(backbone, algorithm, federation.topology, to_server=fdg.aggregators.hfedatm(alpha=0.75))
 >>> state = round_fn.init(key)
->>> state, history = fdg.run(round_fn, state, federation, rounds=20, key=key)
+>>> state, history = fdg.run(round_fn, state, federation, rounds=2, key=key)
 >>> len(history), sorted(history[-1])[:4]
-(20, ['accuracy', 'accuracy/fluent_flat', 'accuracy/fluent_mono', 'accuracy/noto'])
+(2, ['accuracy', 'accuracy/fluent_flat', 'accuracy/fluent_mono', 'accuracy/noto'])
 """
 
 from fedjax_dg import aggregators, algorithms, alignment, backbones, datasets, sharding, weights

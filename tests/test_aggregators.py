@@ -275,7 +275,7 @@ def test_hfedatm_with_alignment_alone_is_the_mean_in_the_order_of_the_start():
     assert (info["fot"]["conv"]["cost_after"] < info["fot"]["conv"]["cost_before"]).all()
 
 
-@pytest.mark.parametrize("net", BACKBONES)
+@pytest.mark.parametrize("net", [n if n == "tiny" else pytest.param(n, marks=pytest.mark.slow) for n in BACKBONES])
 def test_hfedatm_undoes_the_order_of_every_station(net):
     """Grams included: merging stations in orders of their own is merging them as they were."""
     start, models, grams = stations(net)

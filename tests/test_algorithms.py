@@ -499,7 +499,7 @@ def test_absent_classes_keep_their_reference():
     batch = batch_of(one())
     batch = batch._replace(labels=jnp.minimum(batch.labels, 1))
     moved, _ = stochastic_step(batch, fresh(stochastic()))
-    for before, after in zip(at_start(stochastic()), moved):
+    for before, after in zip(at_start(stochastic())[:2], moved):
         np.testing.assert_array_equal(before[2], after[2])
         assert (before[:2] != after[:2]).all()
 
@@ -556,6 +556,33 @@ def test_fedsr_keeps_the_names_and_symmetries_of_the_network(key):
     before, after = features(variables, inputs), features(other, inputs)
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
     assert not np.allclose(other.params["conv2"]["kernel"], variables.params["conv2"]["kernel"])
+
+
+SHARED = functools.partial(fedsr, share_reference=True)
+LEARNED = functools.partial(fedsr, learn_kappa=True)
+
+
+def test_a_shared_reference_is_part_of_the_model():
+    """The same training, with the reference uploaded and no state on the client."""
+    start = SHARED().init(stochastic(), fresh(stochastic()), jax.random.key(0))
+    assert start.client == () and start.variables.params["reference"].keys() == {"mean", "rho", "log_kappa"}
+    given = {"backbone": stochastic()}
+    shared, (memory, message) = train(SHARED, FedSRHparams(LR), variables=start.variables, **given)
+    apart, _ = train(fedsr, FedSRHparams(LR), client=at_start(stochastic()), **given)
+    assert memory == () and message == ()
+    params = dict(shared.local.variables.params)
+    chex.assert_trees_all_close(Reference(**params.pop("reference")), apart.local.client, atol=1e-7)
+    chex.assert_trees_all_close(params, apart.local.variables.params, atol=1e-7)
+
+
+def test_kappa_is_learned_only_on_request():
+    """The KL of N(kappa mu, (kappa sigma)^2) in closed form; d KL / d log kappa = sum ((k s)^2 + k m (k m - m_y)) / s_y^2 - 1."""
+    variables = gaussian_variables(0.7, 0.9)
+    fixed, metrics = stochastic_step(batch_of(one()), variables, FedSRHparams(1.0, l2=0.0, cmi=1.0))
+    learned, same = stochastic_step(batch_of(one()), variables, FedSRHparams(1.0, l2=0.0, cmi=1.0), LEARNED)
+    assert fixed.log_kappa == 0.0 and metrics["cmi"] == same["cmi"]
+    slope = 5 * ((0.9**2 + 0.7**2) / np.log1p(np.e) ** 2 - 1)
+    assert learned.log_kappa == pytest.approx(-slope, rel=1e-3)
 
 
 def test_fedsr_names_the_l2_forms():

@@ -187,7 +187,7 @@ def test_convolution_and_pool_suit_the_platform_they_are_lowered_for(platform, i
     ("name", "options"),
     [
         ("lenet5", {}),
-        ("resnet18_cifar", {}),
+        pytest.param("resnet18_cifar", {}, marks=pytest.mark.slow),
         pytest.param("vgg11_bn", {}, marks=pytest.mark.slow),
         pytest.param("resnet18_cifar", {"norm": "group"}, marks=pytest.mark.slow),
     ],
@@ -430,6 +430,32 @@ def test_init_looks_only_at_the_shape_of_inputs():
 def test_head_of_features_is_the_network(variant):
     backbone, variables, apply = net(variant)
     near(backbone.head(variables, backbone.features(variables, images())), apply(variables, images()), 1e-6)
+
+
+def test_a_feature_map_and_what_follows_are_the_training_pass():
+    backbone, variables, _ = net()
+    mask, key = jnp.ones(5, bool), jax.random.key(0)
+    maps, batch_stats = backbone.maps(variables, images(), mask, key)
+    assert maps.shape == (5, 5, 5, 16) and batch_stats == {}
+    forward, later = backbone.forward(variables, images(), mask, key), backbone.from_maps(variables, maps, key)
+    near(later.logits, forward.logits, 1e-6)
+    near(later.z, forward.z, 1e-6)
+    assert list(later.dense_inputs) == list(forward.dense_inputs)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_image_network_has_a_feature_map(name):
+    """Its shape, and that dropout in what follows draws as in the whole pass: the same primitives with the same key."""
+    size = {"lenet5": 32, "alexnet": 96}.get(name, 64)
+    backbone = BACKBONES[name](4, image_size=size)
+    variables = jax.eval_shape(backbone.init, jax.random.key(0))
+    inputs = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
+    mask, key = jnp.ones(2, bool), jax.random.key(0)
+    maps, stats = jax.eval_shape(lambda v, x: backbone.maps(v, x, mask, key), variables, inputs)
+    assert len(maps.shape) == 4
+    assert jax.tree.map(lambda x: x.shape, stats) == jax.tree.map(lambda x: x.shape, variables.batch_stats)
+    rest = jax.eval_shape(lambda v, x: backbone.from_maps(v, x, key), variables, maps)
+    assert rest.z.shape == (2, backbone.num_features) and rest.logits.shape == (2, 4)
 
 
 def test_training_pass_is_the_evaluation_pass_of_a_net_without_norms():

@@ -188,6 +188,29 @@ def test_an_algorithm_keeps_its_own_optimizer_and_defaults(monkeypatch):
     assert calls[-1:] == [((FedAvgHparams(client_lr=0.3),), {})]
 
 
+@pytest.mark.parametrize(("algorithm", "epochs"), [("fedavg", 1), ("fedadg", 8), ("stable_fedadg", 8)])
+def test_local_epochs_are_the_algorithms_own_unless_given(algorithm, epochs):
+    assert given(algorithm=algorithm).local_epochs == topology(given(algorithm=algorithm)).local_epochs == epochs
+    assert given(algorithm=algorithm, local_epochs=4).local_epochs == 4
+    settings = {"warmup_epochs": "1"}
+    assert given(algorithm="fedadg", settings=settings).local_epochs == 6
+
+
+@pytest.mark.parametrize("algorithm", ["fish", "groupdro"])
+def test_the_number_of_domains_is_the_data_sets(algorithm, monkeypatch):
+    calls = recorded(monkeypatch, configuration.ALGORITHMS, algorithm)
+    build_algorithm(given(algorithm=algorithm), num_domains=5)
+    assert calls[-1][1] == {"num_domains": 5}
+    with pytest.raises(ValueError, match="Unknown option of .* 'num_domains'"):
+        given(algorithm=algorithm, settings={"num_domains": "3"})
+
+
+def test_a_setting_fills_in_the_domain_mix():
+    assert given(setting="mixed").domain_mix == 0.5
+    assert given(setting="mixed", domain_mix=0.2).domain_mix == 0.2
+    assert given(setting="single-domain", sources="noto").domain_mix == 1.0
+
+
 def test_hyper_parameters_reach_each_aggregator_that_has_them(monkeypatch):
     config = given(
         aggregator="mean,hfedatm,fedavgm",
@@ -210,6 +233,16 @@ def test_hyper_parameters_reach_each_aggregator_that_has_them(monkeypatch):
 BAD_INPUT = {
     "dataset": (["--dataset", "emoji_stiles"], "Unknown data set 'emoji_stiles'; did you mean 'emoji_styles'? Avail"),
     "backbone": (["--backbone", "lenet"], "Unknown backbone 'lenet'; did you mean 'lenet5'? Available: lenet5,"),
+    "setting": (["--setting", "mix"], "Unknown setting 'mix'; did you mean 'mixed'? Available: single-domain, leave-"),
+    "one source": (
+        ["--setting", "single-domain", "--sources", "noto,twemoji"],
+        "setting=single-domain trains on 1 domain, but sources=['noto', 'twemoji'] names 2: name 1.",
+    ),
+    "source": (["--sources", "notto"], "Unknown source domain 'notto'; did you mean 'noto'? Available: noto, twemoji"),
+    "warm-up": (
+        ["--algorithm", "fedadg", "--local-epochs", "3"],
+        "local_epochs=3, but this method needs 4 or more, as its first 3 only warm up: raise local_epochs, or lower",
+    ),
     "algorithm": (["--algorithm", "FedAvgg"], "Unknown algorithm 'FedAvgg'; did you mean 'fedavg'? Available: fedavg,"),
     "aggregator": (
         ["--aggregator", "mean,hfedatn"],

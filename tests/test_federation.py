@@ -201,6 +201,42 @@ def test_round_sizes_pass_through():
     assert federate(tiny_domains(), "domain1", 2, 3).topology == Topology(2, 3)
 
 
+# --- who holds which domain -----------------------------------------------------------------------------------------
+
+
+def test_single_domain_shares_one_domain_among_all_clients():
+    federation = federate(tiny_domains(), "domain2", 2, 3, setting="single-domain", sources=("domain1",))
+    counts = federation.counts()
+    assert counts.sum((0, 1)).tolist() == [0, 21, 0]  # 30 examples less 30 %
+    assert (counts[..., 1] > 0).all()
+    judged = np.asarray(federation.evaluation.examples.domain)
+    assert np.bincount(judged, minlength=3).tolist() == [0, 9, 30]
+
+
+def test_leave_one_domain_out_is_one_source_domain_a_client():
+    counts = federate(tiny_domains(), "domain2", 2, 3, setting="leave-one-domain-out").counts()
+    assert ((counts > 0).sum(-1) == 1).all() and counts.sum((0, 1)).tolist() == [21, 21, 0]
+    assert same(
+        federate(tiny_domains(), "domain2", 2, 3, setting="leave-one-domain-out", validation_fraction=0.2),
+        federate(tiny_domains(), "domain2", 2, 3),
+    )
+
+
+def test_mixed_clients_hold_several_domains_in_different_shares():
+    counts = federate(tiny_domains(), "domain2", 2, 3, setting="mixed").counts()[..., :2]
+    assert (counts > 0).all()
+    shares = counts[..., 0] / counts.sum(-1)
+    assert shares.max() > 0.7 and shares.min() < 0.3
+    even = federate(tiny_domains(), "domain2", 2, 3, setting="mixed", domain_mix=1.0).counts()[..., :2]
+    assert np.abs(even[..., 0] - even[..., 1]).max() <= 1
+
+
+def test_sources_leave_out_what_is_neither_trained_on_nor_held_out():
+    federation = federate(tiny_domains(domains=4), "domain3", 2, 2, sources=("domain2", "domain0"))
+    assert federation.counts().sum((0, 1)).tolist() == [24, 0, 24, 0]
+    assert np.bincount(np.asarray(federation.evaluation.examples.domain)).tolist() == [6, 0, 6, 30]
+
+
 def test_names_pass_through():
     federation = federate(tiny_domains(), "domain1", 2, 2)
     assert federation.domain_names == ("domain0", "domain1", "domain2")
@@ -228,6 +264,17 @@ def test_names_pass_through():
         ({"local_steps": 0}, "local_steps=0 is not a positive whole number: give 1 or more"),
         ({"batch_size": 0}, "batch_size=0 is not a positive whole number: give 1 or more"),
         ({"participants": 0}, "participants=0 is not a positive whole number: give 1 or more"),
+        ({"setting": "mix"}, r"Unknown setting 'mix'; did you mean 'mixed'\?"),
+        ({"setting": "single-domain"}, "setting=single-domain trains on 1 domain, but sources=None names 0: name 1"),
+        (
+            {"setting": "single-domain", "sources": ("domain0",), "domain_mix": 0.5},
+            "setting=single-domain has domain_mix=1, not 0.5: leave domain_mix out, or setting",
+        ),
+        ({"setting": "leave-one-domain-out", "domain_mix": 0.1}, "setting=leave-one-domain-out has domain_mix=0, not"),
+        ({"sources": ("domain7",)}, "Unknown source domain 'domain7'"),
+        ({"sources": ("domain2",)}, r"sources=\['domain2'\] with held_out=domain2: name each source once"),
+        ({"sources": ("domain0", "domain0")}, r"sources=\['domain0', 'domain0'\] with held_out=domain2: name"),
+        ({"sources": ()}, r"sources=\[\] with held_out=domain2: name each source once"),
         ({"participants": 3}, "participants=3 is more than the 2 clients of a station: give at most 2"),
     ],
 )

@@ -213,7 +213,7 @@ def test_a_federation_on_other_devices_than_the_round_is_refused(round_on, data_
 # --- the command line -----------------------------------------------------------------------------------------------
 
 RUN = (
-    "run --rounds 2 --station-rounds 1 --seeds 1 --aggregator mean,hfedatm --stations 4 --clients-per-station 4 "
+    "run --rounds 2 --station-rounds 1 --seeds 1 --aggregator mean --stations 4 --clients-per-station 4 "
     "--client-lr 0.01"
 )
 

@@ -146,7 +146,7 @@ def grams_of(backbone, variables, inputs: Array, form: GramForm = GramForm()) ->
     >>> import jax, fedjax_dg as fdg
     >>> backbone = fdg.backbones.lenet5(num_classes=6)
     >>> images = jax.random.normal(jax.random.key(0), (2, 8, 32, 32, 3))
-    >>> models = [backbone.init(jax.random.key(i)) for i in range(2)]
+    >>> models = [jax.jit(backbone.init)(jax.random.key(i)) for i in range(2)]
     >>> grams = [grams_of(backbone, model, x) for model, x in zip(models, images)]
     >>> merged = fdg.aggregators.regmean(models, grams)
     >>> backbone.apply(merged.variables, images[0]).shape

@@ -34,7 +34,7 @@ class AlexNet(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 6 6 256"]:
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 6 6 C"]:
         x = nn.relu(conv(FILTERS[0], 11, stride=4, padding=2, name="conv1")(x))
         x = nn.relu(conv(FILTERS[1], 5, padding=2, name="conv2")(max_pool_3x3(x)))
         x = nn.relu(conv(FILTERS[2], 3, padding=1, name="conv3")(max_pool_3x3(x)))
@@ -42,7 +42,7 @@ class AlexNet(nn.Module):
         x = nn.relu(conv(FILTERS[4], 3, padding=1, name="conv5")(x))
         return adaptive_avg_pool(max_pool_3x3(x), POOLED, POOLED)
 
-    def reduce(self, maps: Float[Array, "B 6 6 256"], train: bool) -> Float[Array, "B D"]:
+    def reduce(self, maps: Float[Array, "B 6 6 C"], train: bool) -> Float[Array, "B D"]:
         x = maps.reshape(maps.shape[0], -1)
         for dense in (self.dense1, self.dense2):
             x = nn.relu(dense(self.drop(x, deterministic=not train)))

@@ -27,10 +27,10 @@ class LeNet5(nn.Module):
         self.dense2 = nn.Dense(84)
         self.head = nn.Dense(self.num_classes)
 
-    def maps(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "B 5 5 16"]:
+    def maps(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "B 5 5 C"]:
         return self.conv2(self.conv1(x))
 
-    def reduce(self, maps: Float[Array, "B 5 5 16"], train: bool) -> Float[Array, "B 84"]:
+    def reduce(self, maps: Float[Array, "B 5 5 C"], train: bool) -> Float[Array, "B 84"]:
         x = maps.reshape(maps.shape[0], -1)
         return self.activation(self.dense2(self.activation(self.dense1(x))))
 

@@ -41,7 +41,7 @@ class VGG11(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 7 7 512"]:
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 7 7 C"]:
         running = self.freeze_bn or not train
         for i, filters in enumerate(FILTERS, 1):
             x = conv(filters, 3, padding=1, name=f"conv{i}")(x)
@@ -50,7 +50,7 @@ class VGG11(nn.Module):
                 x = max_pool(x)
         return adaptive_avg_pool(x, POOLED, POOLED)
 
-    def reduce(self, maps: Float[Array, "B 7 7 512"], train: bool) -> Float[Array, "B D"]:
+    def reduce(self, maps: Float[Array, "B 7 7 C"], train: bool) -> Float[Array, "B D"]:
         x = maps.reshape(maps.shape[0], -1)
         for dense in (self.dense1, self.dense2):
             x = self.drop(nn.relu(dense(x)), deterministic=not train)

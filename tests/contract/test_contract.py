@@ -161,7 +161,7 @@ def test_a_round_never_calls_the_host(names):
 # --- ways to run it -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", THOROUGH)
+@pytest.mark.parametrize("names", [combination(*p.values[0], slow=p.values[0][0] not in DEEP) for p in ALL])
 def test_three_rounds_in_one_block_all_clients_at_once(names):
     case = case_of(names)
     state, infos = build(names, chunk=0).block(loaded(case.states[0]), FEDERATION.data, KEY, length=3)
