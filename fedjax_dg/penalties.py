@@ -98,7 +98,7 @@ def squared_distances(z: Float[Array, "B D"]) -> Float[Array, "B B"]:
 def mmd(z: Float[Array, "B D"], rows: Rows, gammas: tuple[float, ...] = GAMMAS) -> Float[Array, ""]:
     """Mean over pairs of domains of the squared maximum mean discrepancy of their features, Gaussian kernels summed."""
     distances = squared_distances(z)
-    kernel = sum(jnp.exp(-gamma * distances) for gamma in gammas)
+    kernel = jnp.asarray(sum(jnp.exp(-gamma * distances) for gamma in gammas))
     return mean_over_pairs(gap(kernel, rows.share, rows), rows)
 
 

@@ -3,10 +3,10 @@
 command:  python experiments/benchmarks/methods.py
 cost:     about 6 minutes on 2 CPU cores, most of it compilation
 
-Work: LeNet-5 at six classes, one station of 4 clients with 128 images of 32 x 32 each, of two domains in turn, batch 32, two
-local passes (FedADG's and Stable-FedADG's first is warm-up), plain averaging. Methods are timed in turn, --repeats times; printed
-are the median and range of the ratio to FedAvg's round within a repeat, and the floats a client uploads a server round
-(model and messages) over those of FedAvg.
+Work: LeNet-5 at six classes, one station of 4 clients with 128 images of 32 x 32 each, of two domains in turn, batch 32,
+two local passes (FedADG's and Stable-FedADG's first is warm-up), plain averaging. Methods are timed in turn, --repeats
+times; printed are the median and range of the ratio to FedAvg's round within a repeat, and the floats a client uploads a
+server round (model and messages) over those of FedAvg.
 """
 
 from __future__ import annotations

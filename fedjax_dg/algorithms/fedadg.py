@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -211,8 +211,12 @@ def adversarial(
         code = hparams.label_scale * jax.nn.one_hot(batch.labels, backbone.num_classes)
         noise = jax.random.uniform(jax.random.fold_in(key, 1), (len(batch.mask), noise_width))
         warm = local.passes < warmup_epochs
-        judge = lambda adversary, z: discriminator.apply({"params": unboxed(adversary)}, z, code)
-        generate = lambda reference: generator.apply({"params": reference}, noise, code)
+
+        def judge(adversary, z) -> Any:
+            return discriminator.apply({"params": unboxed(adversary)}, z, code)
+
+        def generate(reference) -> Any:
+            return generator.apply({"params": reference}, noise, code)
 
         def train_discriminator(adversary, z, generated):
             def objective(d):
@@ -241,11 +245,11 @@ def adversarial(
             told = {"cross_entropy": error, "adv_d": loss_d, "adv_f": jnp.where(warm, 0.0, loss_f), **told}
             return value, (forward, moved, tally, told)
 
-        (value, (forward, adversary, tally, told)), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+        (value, (forward, judged, tally, told)), gradient = jax.value_and_grad(objective, has_aux=True)(params)
 
         def train_generator():
             def objective(reference):
-                return generator_loss(judge(adversary.discriminator, generate(reference)), batch.mask, adv_form)
+                return generator_loss(judge(judged.discriminator, generate(reference)), batch.mask, adv_form)
 
             loss_g, of_reference = jax.value_and_grad(objective)(reference)
             updates, state = adversary_descent.update(of_reference, for_reference, reference)
@@ -255,11 +259,11 @@ def adversarial(
             warm, lambda: (reference, for_reference, jnp.zeros(())), train_generator
         )
         updates, for_model = descent.update(gradient, for_model, params)
-        params = {**optax.apply_updates(params, updates), "generator": new_reference}
+        params = jax.tree.map(jnp.add, params, updates) | {"generator": new_reference}
         if share_discriminator:
-            params["discriminator"], for_shared = adversary
+            params["discriminator"], for_shared = judged
         else:
-            own = adversary
+            own = judged
         local = local._replace(
             variables=Variables(params, forward.batch_stats),
             optimizer=(for_model, for_reference, for_shared),
