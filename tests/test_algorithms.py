@@ -576,7 +576,7 @@ def test_a_shared_reference_is_part_of_the_model():
 
 
 def test_kappa_is_learned_only_on_request():
-    """The KL of N(kappa mu, (kappa sigma)^2) in closed form; d KL / d log kappa = sum ((k s)^2 + k m (k m - m_y)) / s_y^2 - 1."""
+    """d KL(N(k mu, (k sigma)^2) || N(0, s^2)) / d log k = sum ((k sigma)^2 + (k mu)^2) / s^2 - 1."""
     variables = gaussian_variables(0.7, 0.9)
     fixed, metrics = stochastic_step(batch_of(one()), variables, FedSRHparams(1.0, l2=0.0, cmi=1.0))
     learned, same = stochastic_step(batch_of(one()), variables, FedSRHparams(1.0, l2=0.0, cmi=1.0), LEARNED)

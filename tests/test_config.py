@@ -233,7 +233,10 @@ def test_hyper_parameters_reach_each_aggregator_that_has_them(monkeypatch):
 BAD_INPUT = {
     "dataset": (["--dataset", "emoji_stiles"], "Unknown data set 'emoji_stiles'; did you mean 'emoji_styles'? Avail"),
     "backbone": (["--backbone", "lenet"], "Unknown backbone 'lenet'; did you mean 'lenet5'? Available: lenet5,"),
-    "setting": (["--setting", "mix"], "Unknown setting 'mix'; did you mean 'mixed'? Available: single-domain, leave-"),
+    "setting of domains": (
+        ["--setting", "mix"],
+        "Unknown setting 'mix'; did you mean 'mixed'? Available: single-domain, leave-",
+    ),
     "one source": (
         ["--setting", "single-domain", "--sources", "noto,twemoji"],
         "setting=single-domain trains on 1 domain, but sources=['noto', 'twemoji'] names 2: name 1.",
