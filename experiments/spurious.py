@@ -1,7 +1,7 @@
 """Digits with a cue that lies in the held-out domain, and rotated digits: which client methods beat FedAvg there?
 
 command:  python experiments/spurious.py            (needs scikit-learn: pip install 'fedjax-dg[digits]')
-cost:     about 15 minutes on two cores
+cost:     about 20 minutes on one core
 data:     the 1,797 digits of 8 x 8 pixels that come with scikit-learn
 written:  experiments/results/spurious.md and .json
 
@@ -10,9 +10,10 @@ colour:  two classes, digits below five and the others, a quarter of the labels 
          held-out one. So the channel predicts the label better than the shape can (75 %), and misleads when held out.
 rotated: ten classes, source domains turned by 0, 15, 30 and 45 degrees, held out 75.
 
-Clients are ``mixed`` (each holds all source domains alike) or ``apart`` (one source domain each). 2 stations x 5 clients,
-plain averaging at both tiers, a network of two dense layers, five seeds side by side in one program. Numbers are of the last
-round; the held-out domain selects nothing, and every value of a method's setting that was tried has its own row.
+Clients are ``mixed`` (each holds all source domains alike) or ``apart`` (one source domain each; of the four angles two,
+as a station has two). 2 stations x 5 clients, plain averaging at both tiers, a network of two dense layers, five seeds side
+by side in one program. Numbers are of the last round; the held-out domain selects nothing, and every value of a method's
+setting that was tried has its own row.
 """
 
 from __future__ import annotations
