@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -111,6 +112,22 @@ def summed_gradient(loss: Callable, params: PyTree, examples: Examples) -> tuple
         return jax.tree.map(lambda g: g * count, jax.grad(loss)(params, batch)), count
 
     return sum_over_batches(of_batch, examples)
+
+
+def check_domains(num_domains: int) -> Callable:
+    """An ``Algorithm.prepare`` that changes nothing: ``ValueError`` when clients hold ids of ``num_domains`` or above."""
+
+    def prepare(backbone, state, data, key):
+        examples: Examples = data[0]
+        largest = int(np.asarray(jnp.where(examples.mask, examples.domain, 0).max()))
+        if largest >= num_domains:
+            raise ValueError(
+                f"num_domains={num_domains}, but clients hold examples of domain {largest}: give num_domains={largest + 1} "
+                "or more."
+            )
+        return state
+
+    return prepare
 
 
 def keep_optimizer(algorithm: Algorithm) -> Algorithm:

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import ArrayLike
 
 from fedjax_dg import tree
-from fedjax_dg.algorithms.common import classification_loss, gradient_step, momentum
-from fedjax_dg.types import Algorithm, Examples
+from fedjax_dg.algorithms.common import check_domains, classification_loss, gradient_step, momentum
+from fedjax_dg.types import Algorithm
 
 
 class FishHparams(NamedTuple):
@@ -59,19 +58,3 @@ def fish(hparams: FishHparams = FishHparams(), optimizer: Callable = momentum, n
         return moved._replace(variables=moved.variables._replace(params=params)), means
 
     return Algorithm(step=step, begin=begin, prepare=check_domains(num_domains))
-
-
-def check_domains(num_domains: int) -> Callable:
-    """An ``Algorithm.prepare`` that changes nothing: ``ValueError`` when clients hold ids of ``num_domains`` or above."""
-
-    def prepare(backbone, state, data, key):
-        examples: Examples = data[0]
-        largest = int(np.asarray(jnp.where(examples.mask, examples.domain, 0).max()))
-        if largest >= num_domains:
-            raise ValueError(
-                f"num_domains={num_domains}, but clients hold examples of domain {largest}: give num_domains={largest + 1} "
-                "or more."
-            )
-        return state
-
-    return prepare

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Float
 
-from fedjax_dg.algorithms.common import classify_rows, momentum
-from fedjax_dg.algorithms.fish import check_domains
+from fedjax_dg.algorithms.common import check_domains, classify_rows, momentum
 from fedjax_dg.types import Algorithm, Start, Variables
 
 
@@ -46,7 +45,7 @@ def groupdro(
 
         def objective(params):
             _, forward, losses = classify_rows(backbone, params, local, batch, key)
-            risks = here @ losses / jnp.maximum(size, 1.0)
+            risks = jnp.matmul(here, losses, precision="highest") / jnp.maximum(size, 1.0)
             moved = jax.lax.stop_gradient(local.client + hparams.eta * risks)
             weights = shares_of(moved, size > 0)
             return (weights * risks).sum(), (forward, moved - moved.max(), weights)
