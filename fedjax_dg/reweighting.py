@@ -49,7 +49,7 @@ def fourier_features(z: Float[Array, "B M"], key: Array, num: int) -> Float[Arra
 
 
 def standardise(z: Float[Array, "B M"], mask: Bool[Array, " B"]) -> Float[Array, "B M"]:
-    """Every feature with mean 0 and deviation 1 over the real rows; constant features become 0, padding too."""
+    """Every feature with mean 0 and deviation 1 over the real rows; 0 at padding, and, to rounding, for constant ones."""
     count = jnp.maximum(mask.sum(), 1)
     real = jnp.where(mask[:, None], z, 0.0)
     centred = jnp.where(mask[:, None], z - real.sum(0) / count, 0.0)

@@ -567,9 +567,26 @@ def test_reordered_features_leave_network_and_adversary_the_same(share):
 
 def test_the_momentum_of_a_discriminator_follows_too():
     _, (_, client), order, (_, moved) = reordered(False)
-    before, after = (unboxed(c[0].optimizer[0].trace) for c in (client, moved))
+    before, after = (unboxed(c[0].optimizer[0].trace["discriminator"]) for c in (client, moved))
     np.testing.assert_array_equal(after["projection"]["kernel"], before["projection"]["kernel"][order])
     chex.assert_trees_all_equal(after["hidden"], before["hidden"])
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_kept_momentum_follows_in_parts(share):
+    """The optimizers' states are shaped like parts of the parameters: with those parts as momentum, both move alike."""
+    backbone, (variables, client), order, (permuted, _) = reordered(share)
+    method = fedadg(share_discriminator=share, rectify=False)
+    optimizers, _ = method.begin(backbone, Received(variables, (), (), client), client)
+    (group,) = (g for g in backbone.groups if any(x.leaf == "params/head/kernel" for x in g.consumers))
+
+    def filled(params):
+        parts = ({k: v for k, v in params.items() if k not in ("generator", "discriminator")},)
+        parts += tuple({name: params[name]} for name in ("generator", "discriminator") if name in params)
+        return tuple((state[0]._replace(trace=part), *state[1:]) for state, part in zip(optimizers, parts) if state)
+
+    found = carry(filled(variables.params), variables, backbone.groups, {group.name: order})
+    chex.assert_trees_all_equal(found, filled(permuted.params))
 
 
 def test_boxes_change_nothing():

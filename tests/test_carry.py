@@ -67,6 +67,14 @@ def test_whatever_is_shaped_like_the_parameters_moves_wherever_it_lies():
     assert_same(carry(other, model, GROUPS, ORDERS), moved(other))
 
 
+def test_parts_of_the_parameters_move():
+    """As the state of an optimizer for some of them."""
+    model, other = random_model(), random_model(1).params
+    for names in (["conv"], ["dense"], ["conv", "head"]):
+        part, expected = ({name: tree[name] for name in names} for tree in (other, moved(other)))
+        assert_same(carry((part, [part]), model, GROUPS, ORDERS), (expected, [expected]))
+
+
 def test_the_moments_of_an_optimizer_move():
     model, gradient = random_model(), random_model(1).params
     optimizer = optax.chain(optax.trace(0.9), optax.scale_by_adam())
@@ -75,12 +83,11 @@ def test_the_moments_of_an_optimizer_move():
 
 
 def test_what_is_not_in_these_coordinates_stays():
-    """Parts of the parameters, other shapes, other names: nothing says which units they belong to."""
+    """Other shapes, other names: nothing says which units they belong to."""
     model = random_model()
-    part = {"conv": model.params["conv"]}
     doubled = jax.tree.map(lambda x: jnp.stack([x, x]), model.params)
     renamed = {f"{name}_": layer for name, layer in model.params.items()}
-    for state in (part, doubled, renamed, model.params["conv"]["kernel"], jnp.arange(4), {}, ()):
+    for state in (doubled, renamed, model.params["conv"]["kernel"], jnp.arange(4), {}, ()):
         assert_same(carry(state, model, GROUPS, ORDERS), state)
     assert_same(carry(model.params, model, GROUPS, {}), model.params)
     assert_same(carry(model.params, model, (), ORDERS), model.params)

@@ -113,8 +113,9 @@ def fedadg(
     3. G descends E D(z')^2.
 
     ``adv_form="paper"`` takes the printed forms of 1 and 3 (``discriminator_loss``, ``generator_loss``): the same
-    directions, but D's loss is concave and hardly moves D where it errs most. The printed sum of all terms cannot be
-    minimised jointly: over F it has the wrong sign, over G none. lambda_adv = 0, lambda_cls = 1 and no smoothing is FedAvg.
+    directions, but D's loss is concave, so it hardly moves D where it errs most and drives it from 1/2 to a constant. The
+    printed sum of all terms cannot be minimised jointly: over F it has the wrong sign, over G none. lambda_adv = 0,
+    lambda_cls = 1 and no smoothing is FedAvg.
 
     ``FEDADG_CODE`` has the weights of the authors' code, 0.85 on classification and 0.15 on the adversary, and is the
     default; ``FEDADG_PAPER`` the other way round, as both papers print.
@@ -189,7 +190,7 @@ def adversarial(
             own = ()
         else:
             adversary = boxed(adversary)
-            own = Adversary(adversary, adversary_descent.init(adversary))
+            own = Adversary(adversary, adversary_descent.init({"discriminator": adversary}))
         return Start(variables._replace(params=params), client=(own, memory.first(backbone)))
 
     def split(params):
@@ -198,8 +199,9 @@ def adversarial(
 
     def begin(backbone, received, client):
         rest, generator, shared = split(received.variables.params)
-        of_shared = adversary_descent.init(shared) if share_discriminator else ()
-        optimizers = (descent.init(rest), adversary_descent.init(generator), of_shared)
+        # named as in ``params``, so that alignment knows them when they are kept (``keep_optimizer``)
+        of_shared = adversary_descent.init({"discriminator": shared}) if share_discriminator else ()
+        optimizers = (descent.init(rest), adversary_descent.init({"generator": generator}), of_shared)
         return optimizers, memory.recall(backbone, client[1])
 
     def step(backbone, received, local, batch, key):
@@ -218,13 +220,16 @@ def adversarial(
         def generate(reference) -> Any:
             return generator.apply({"params": reference}, noise, code)
 
+        def descend(name, network, gradient, state):
+            updates, state = adversary_descent.update({name: gradient}, state, {name: network})
+            return jax.tree.map(jnp.add, network, updates[name]), state
+
         def train_discriminator(adversary, z, generated):
             def objective(d):
                 return discriminator_loss(judge(d, z), judge(d, generated), batch.mask, adv_form)
 
             value, gradient = jax.value_and_grad(objective)(adversary.discriminator)
-            updates, state = adversary_descent.update(gradient, adversary.optimizer, adversary.discriminator)
-            return Adversary(optax.apply_updates(adversary.discriminator, updates), state), value
+            return Adversary(*descend("discriminator", adversary.discriminator, gradient, adversary.optimizer)), value
 
         def objective(params):
             forward = backbone.forward(Variables(params, local.variables.batch_stats), batch.inputs, batch.mask, key)
@@ -252,8 +257,7 @@ def adversarial(
                 return generator_loss(judge(judged.discriminator, generate(reference)), batch.mask, adv_form)
 
             loss_g, of_reference = jax.value_and_grad(objective)(reference)
-            updates, state = adversary_descent.update(of_reference, for_reference, reference)
-            return optax.apply_updates(reference, updates), state, loss_g
+            return *descend("generator", reference, of_reference, for_reference), loss_g
 
         new_reference, for_reference, loss_g = jax.lax.cond(
             warm, lambda: (reference, for_reference, jnp.zeros(())), train_generator

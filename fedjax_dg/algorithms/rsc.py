@@ -38,6 +38,11 @@ def without_top(scores: Float[Array, "B n"], num: ArrayLike) -> Float[Array, "B 
     return (ranks(scores) >= num).astype(scores.dtype)
 
 
+def ceil(share: ArrayLike, size: int) -> Array:
+    """The smallest whole number that is not below share x size; what rounding adds to a whole number does not count."""
+    return jnp.ceil(jnp.asarray(share) * size - 1e-4)
+
+
 def mute_features(z: Float[Array, "B D"], gradient: Float[Array, "B D"], drop: ArrayLike, score: str) -> Array:
     """Which features to keep: without the round(drop D) of largest score."""
     scores = gradient if score == "gradient" else z * gradient
@@ -48,14 +53,14 @@ def mute_places(maps: Float[Array, "B H W C"], gradient: Float[Array, "B H W C"]
     """Which places of a map to keep: without the ceil(drop H W) of largest sum_c z_c g_c, g averaged over places."""
     batch, height, width, _ = maps.shape
     scores = (maps * gradient.mean((1, 2), keepdims=True)).sum(-1).reshape(batch, -1)
-    kept = without_top(scores, jnp.ceil(jnp.asarray(drop) * height * width))
+    kept = without_top(scores, ceil(drop, height * width))
     return kept.reshape(batch, height, width, 1)
 
 
 def mute_channels(maps: Float[Array, "B H W C"], gradient: Float[Array, "B H W C"], drop: ArrayLike) -> Array:
     """Which channels of a map to keep: without the ceil(drop C) of largest gradient, averaged over places."""
     scores = gradient.mean((1, 2))
-    return without_top(scores, jnp.ceil(jnp.asarray(drop) * maps.shape[-1]))[:, None, None]
+    return without_top(scores, ceil(drop, maps.shape[-1]))[:, None, None]
 
 
 def challenge(

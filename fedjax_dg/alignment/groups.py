@@ -110,8 +110,9 @@ def permute_grams(grams: PyTree, group: Group, order: Order) -> PyTree:
 def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders: Mapping[str, Order]) -> PyTree:
     """``state`` with everything in it that lives in the coordinates of ``variables`` put into the new order.
 
-    That is: every subtree with the structure and shapes of the parameters (control variates, mean gradients, optimizer
-    moments) or of the whole model, every ``{layer: Gram}``, and every ``OfFeatures``. Other leaves stay.
+    That is: every subtree with the structure and shapes of the parameters, or of those under some of their first names
+    (control variates, mean gradients, optimizer moments), or of the whole model, every ``{layer: Gram}``, and every
+    ``OfFeatures``. Other leaves stay.
     """
 
     def shapes(tree):
@@ -119,8 +120,15 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
 
     like_model, like_params = shapes(variables), shapes(variables.params)
 
+    def like_part(node):
+        params = variables.params
+        if not (isinstance(node, dict) and isinstance(params, dict) and node and set(node) <= set(params)):
+            return False
+        return shapes(node) == shapes({name: params[name] for name in node})
+
     def moves(node):
-        return isinstance(node, OfFeatures) or shapes(node) in (like_model, like_params) or is_grams(node)
+        known = shapes(node) in (like_model, like_params) or like_part(node)
+        return isinstance(node, OfFeatures) or known or is_grams(node)
 
     def is_grams(node):
         return isinstance(node, dict) and bool(node) and all(hasattr(x, "permute") for x in node.values())
@@ -140,6 +148,9 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
             return node
         if not moves(node):
             return node
+        if like_part(node) and len(node) < len(variables.params):
+            whole = move({**variables.params, **node})
+            return {name: whole[name] for name in node}
         whole = node if shapes(node) == like_model else variables._replace(params=node)
         for group in groups:
             if group.name in orders:
