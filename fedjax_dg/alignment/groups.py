@@ -133,7 +133,7 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
     def is_grams(node):
         return isinstance(node, dict) and bool(node) and all(hasattr(x, "permute") for x in node.values())
 
-    def move(node):
+    def move(node) -> Any:
         if isinstance(node, OfFeatures):
             value = node.value
             for group in groups:
