@@ -15,7 +15,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_first_example_is_the_doctest_of_the_package():
     tested = re.findall(r"^>>> (.*)$", fdg.__doc__, re.MULTILINE)
-    shown = [line for line in PYTHON[0].splitlines() if line]
+    shown = [line.replace("rounds=20", "rounds=2") for line in PYTHON[0].splitlines() if line]  # the doctest is shorter
     assert tested[: len(shown)] == shown
 
 
