@@ -213,7 +213,9 @@ def test_three_rounds_spread_over_devices(names, mesh):
     program, state, data = spread_over(names, *mesh)
     state, infos = program(state, data, KEY)
     chex.assert_trees_all_close(state, case.states[3], rtol=1e-6, atol=1e-6)
-    chex.assert_trees_all_close(infos, jax.tree.map(lambda *x: np.stack(x), *case.infos), **CLOSE)
+    # costs of alignment are differences of numbers about 1: a few units in their last place
+    expected = jax.tree.map(lambda *x: np.stack(x), *case.infos)
+    chex.assert_trees_all_close(infos, expected, rtol=1e-5, atol=3e-6)
     assert set(sharding.collectives(program)) == {"all-reduce"}
 
 
