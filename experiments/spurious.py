@@ -245,7 +245,8 @@ def main() -> None:
         print(report(found))
         return
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "spurious.json").write_text(json.dumps(found, indent=1) + "\n")
+    rows = ",\n".join(json.dumps(row) for row in found)
+    (RESULTS / "spurious.json").write_text(f"[\n{rows}\n]\n")
     (RESULTS / "spurious.md").write_text(report(found))
 
 

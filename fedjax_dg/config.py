@@ -21,19 +21,10 @@ from fedjax_dg.federation import check_setting, check_topology
 from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
-POSITIVE = (
-    "client_lr",
-    "server_lr",
-    "epsilon",
-    "server_eps",
-    "samples",
-    "max_gram",
-    "rank",
-    "lambda_p",
-    "growth_rounds",
-)
-SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2", "threshold", "smoothing", "meta_lr")
-SHARES += ("drop", "drop_channels", "batch")
+POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
+POSITIVE += ("fourier", "lambda_p", "growth_rounds")
+SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
+SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from fedjax_dg.alignment.groups import OfFeatures
 from fedjax_dg.types import Metrics
 
 STEPS = 20  # of the inner descent; the first half at the full rate, the rest at a tenth
@@ -136,3 +138,53 @@ def solve(
         "dependence": measure(logits),
     }
     return q, logits, metrics
+
+
+def even(memory, z, mask, key):
+    """Every real row weighs the same."""
+    return mask / mask.sum().clip(1), memory, {}
+
+
+def weigher(lambda_p: ArrayLike, lr: ArrayLike, fourier: int, steps: int) -> Callable:
+    """``weigh(memory, z, mask, key) -> (q, memory, metrics)``: ``solve``, then the batch is remembered.
+
+    Raises ``ValueError`` for fewer than one random function a feature.
+    """
+    if fourier < 1:
+        raise ValueError(f"fourier={fourier} is not positive: give 1 or more random functions of every feature.")
+
+    def weigh(memory, z, mask, key):
+        past = memory if isinstance(memory, Memory) else None
+        q, logits, told = solve(z, mask, key, lambda_p, lr, fourier, steps, past)
+        if past is not None:
+            memory = remember(past, jax.lax.stop_gradient(z), logits, mask)
+        return q, memory, told
+
+    return weigh
+
+
+class Keeping(NamedTuple):
+    """Where a memory of features lives: on the client between rounds, or only while it trains."""
+
+    first: Callable  # backbone -> the client's state before round 1
+    recall: Callable  # (backbone, client) -> the tally that local training starts with
+    keep: Callable  # (client, tally) -> the client's state afterwards
+
+
+def memory_of(rows: int, persist: bool) -> Keeping:
+    """A memory of ``rows`` rows (0: none), kept on the client if ``persist``. ``ValueError`` for what cannot be."""
+    if rows < 0:
+        raise ValueError(f"memory_rows={rows} is negative: give the batch size, or 0 for no memory.")
+    if not rows and persist:
+        raise ValueError("persist_memory=true, but there is no memory: give memory_rows, such as the batch size.")
+    if not rows:
+        return Keeping(lambda backbone: (), lambda backbone, client: (), lambda client, tally: client)
+    empty = lambda backbone: empty_memory(rows, backbone.num_features)
+    if not persist:
+        return Keeping(lambda backbone: (), lambda backbone, client: empty(backbone), lambda client, tally: client)
+    box = lambda memory: memory._replace(z=OfFeatures(memory.z, axis=1))  # features may change their order
+    return Keeping(
+        lambda backbone: box(empty(backbone)),
+        lambda backbone, client: client._replace(z=client.z.value),
+        lambda client, tally: box(tally),
+    )

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 import reference
+from client import BACKBONE, examples_of, fresh, one_batch, programs
 from flax import linen as nn
-from tiny import tiny_backbone, tiny_federation
+from tiny import tiny_federation
 
-from fedjax_dg import local, make_round
-from fedjax_dg.aggregators import mean
+from fedjax_dg import make_round
 from fedjax_dg.algorithms import (
     FEDADG_CODE,
     FEDADG_PAPER,
@@ -42,54 +42,14 @@ from fedjax_dg.algorithms.rsc import challenge, challenged_share, mute_channels,
 from fedjax_dg.alignment import permute
 from fedjax_dg.alignment.groups import carry
 from fedjax_dg.backbones import Backbone, lenet5
-from fedjax_dg.types import Examples, Local, Received, Topology, Variables
+from fedjax_dg.types import Examples, Received, Topology, Variables
 
-BACKBONE = tiny_backbone()
 FEATURES = 5
 LR = 0.05
 KEY = jax.random.key(2)
 FORMS = pytest.mark.parametrize("form", ["ls", "paper"])
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-@functools.cache
-def fresh(backbone=BACKBONE):
-    return jax.jit(backbone.init)(jax.random.key(0))
-
-
-@functools.cache
-def examples():
-    """A client's 7 examples, in 8 places."""
-    clients = tiny_federation([[7]], padding=1, fill=np.nan).clients
-    return jax.tree.map(lambda x: x[0, 0], clients)
-
-
-@functools.cache
-def batch():
-    """All of a client's examples as one batch, padding zeroed."""
-    return local.take_batch(examples(), jnp.arange(8), examples().mask)
-
-
-@functools.cache
-def programs(method, optimizer, backbone=BACKBONE, size=4):
-    """Compiled (one local step on a batch, local training in two passes), for any hyper-parameters."""
-
-    @jax.jit
-    def step(hparams, received, batch, key, passes):
-        algorithm = method(hparams, optimizer)
-        optimizer_state, tally = algorithm.begin(backbone, received, received.origin)
-        start = Local(received.variables, optimizer_state, received.origin, tally, passes=passes)
-        return algorithm.step(backbone, received, start, batch, key)
-
-    @jax.jit
-    def train(hparams, received, examples, key):
-        algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=size)
-        rules = (mean(), mean())
-        trained = local.train(backbone, algorithm, topology, rules, received, received.origin, examples, key)
-        return trained.local, *algorithm.report(backbone, received, trained.local, trained.steps, examples, key)
-
-    return step, train
 
 
 def apart(tree, other):
@@ -185,13 +145,15 @@ def received_by(method):
 
 def take_step(method, hparams, rows=None, passes=1, optimizer=optax.sgd):
     """One local step in the given pass: what it leaves, the metrics."""
-    rows = batch() if rows is None else rows
+    rows = one_batch() if rows is None else rows
     return programs(method, optimizer)[0](hparams, received_by(method), rows, KEY, jnp.int32(passes))
 
 
 def train(method, hparams, optimizer=momentum, size=4):
     """Two passes: what local training leaves, the client's state, its message."""
-    return programs(method, optimizer, size=size)[1](hparams, received_by(method), examples(), jax.random.key(1))
+    train_in_batches = programs(method, optimizer, size=size)[1]
+    trained, *reported = train_in_batches(hparams, received_by(method), examples_of(), jax.random.key(1))
+    return trained.local, *reported
 
 
 def model_of(params):
@@ -204,7 +166,7 @@ REAL = slice(0, 7)  # of the batch's rows
 
 def codes():
     """The labels that G and D read."""
-    return jax.nn.one_hot(batch().labels, 3)
+    return jax.nn.one_hot(one_batch().labels, 3)
 
 
 def noise():
@@ -235,7 +197,7 @@ features = jax.jit(BACKBONE.features)
 
 
 def features_of(variables):
-    return features(Variables(model_of(variables.params), {}), batch().inputs)
+    return features(Variables(model_of(variables.params), {}), one_batch().inputs)
 
 
 def discriminator_of(client):
@@ -245,7 +207,7 @@ def discriminator_of(client):
 def discriminator_step(method, client):
     """A client after a step of the adversary alone."""
     received = received_by(method)._replace(origin=client)
-    return programs(method, optax.sgd)[0](FedADGHparams(0.0, 0.5), received, batch(), KEY, jnp.int32(1))[0].client
+    return programs(method, optax.sgd)[0](FedADGHparams(0.0, 0.5), received, one_batch(), KEY, jnp.int32(1))[0].client
 
 
 @functools.cache
@@ -316,8 +278,8 @@ def test_a_step_is_three_problems_with_the_others_constant(form):
             return -jnp.mean((1 - real) ** 2) - jnp.mean(fake**2)
 
         def of_model(params):
-            z = BACKBONE.features(Variables(params, {}), batch().inputs)
-            error = reference.cross_entropy(BACKBONE.head(Variables(params, {}), z)[REAL], batch().labels[REAL])
+            z = BACKBONE.features(Variables(params, {}), one_batch().inputs)
+            error = reference.cross_entropy(BACKBONE.head(Variables(params, {}), z)[REAL], one_batch().labels[REAL])
             return 0.9 * error + 0.4 * jnp.mean((1 - judge(new_d, z, code)) ** 2)
 
         def of_g(g):
@@ -345,7 +307,7 @@ def test_nothing_adversarial_happens_in_the_warm_up():
     start = started()
     chex.assert_trees_all_equal(moved.client, start.client)
     chex.assert_trees_all_equal(moved.variables.params["generator"], start.variables.params["generator"])
-    gradient = reference.plain_gradient(BACKBONE)(fresh().params, batch().inputs[REAL], batch().labels[REAL])
+    gradient = reference.plain_gradient(BACKBONE)(fresh().params, one_batch().inputs[REAL], one_batch().labels[REAL])
     expected = reference.subtract(fresh().params, reference.scale(gradient, LR))
     chex.assert_trees_all_close(model_of(moved.variables.params), expected, atol=1e-6)
     assert [float(metrics[name]) for name in ("adv_d", "adv_f", "adv_g")] == [0.0, 0.0, 0.0]
@@ -356,8 +318,8 @@ def test_nothing_adversarial_happens_in_the_warm_up():
 
 @pytest.mark.parametrize(("method", "hparams"), [(ADG, FedADGHparams(0.5)), (STABLE, StableFedADGHparams(0.5))])
 def test_padding_is_never_read(method, hparams):
-    wild = batch()._replace(inputs=batch().inputs.at[7].set(7.0), labels=batch().labels.at[7].set(2))
-    (moved, metrics), (other, told) = (take_step(method, hparams, rows) for rows in (batch(), wild))
+    wild = one_batch()._replace(inputs=one_batch().inputs.at[7].set(7.0), labels=one_batch().labels.at[7].set(2))
+    (moved, metrics), (other, told) = (take_step(method, hparams, rows) for rows in (one_batch(), wild))
     chex.assert_trees_all_close(other.variables.params, moved.variables.params, atol=1e-7)
     chex.assert_trees_all_close(discriminator_of(other.client), discriminator_of(moved.client), atol=1e-7)
     chex.assert_trees_all_close(told, metrics, atol=1e-6)
@@ -393,12 +355,9 @@ def test_widths_are_given_or_ratios_of_the_features():
 
 def test_without_adversary_and_smoothing_it_is_fedavg():
     hparams = FedADGHparams(LR, lambda_adv=0.0, lambda_cls=1.0, smoothing=0.0)
-    trained, plain = (
-        train(ADG, hparams)[0],
-        programs(fedavg, momentum)[1](FedAvgHparams(LR), Received(fresh(), (), (), ()), examples(), jax.random.key(1))[
-            0
-        ],
-    )
+    trained = train(ADG, hparams)[0]
+    received = Received(fresh(), (), (), ())
+    plain = programs(fedavg, momentum)[1](FedAvgHparams(LR), received, examples_of(), jax.random.key(1))[0].local
     chex.assert_trees_all_close(model_of(trained.variables.params), plain.variables.params, atol=1e-6)
     adversarial = train(ADG, hparams._replace(lambda_adv=0.5))[0]
     assert apart(model_of(adversarial.variables.params), plain.variables.params) > 1e-3
@@ -410,7 +369,7 @@ def test_the_classification_weight_scales_the_gradient_after_the_warm_up():
     trained = train(ADG, hparams, optax.sgd, size=8)[0]
     gradient, params = reference.plain_gradient(BACKBONE), fresh().params
     for weight in (1.0, 0.85):
-        of_loss = gradient(params, batch().inputs[REAL], batch().labels[REAL])
+        of_loss = gradient(params, one_batch().inputs[REAL], one_batch().labels[REAL])
         params = reference.subtract(params, reference.scale(of_loss, 0.3 * weight))
     chex.assert_trees_all_close(model_of(trained.variables.params), params, atol=1e-6)
 
@@ -435,7 +394,7 @@ def test_a_shared_discriminator_is_part_of_the_model():
     assert start.variables.params.keys() == MODEL | {"generator", "discriminator"}
     assert start.client == ((), ())
     moved, _ = take_step(SHARED, FedADGHparams(LR))
-    assert SHARED().report(BACKBONE, received_by(SHARED), moved, jnp.int32(1), batch(), KEY) == (((), ()), ())
+    assert SHARED().report(BACKBONE, received_by(SHARED), moved, jnp.int32(1), one_batch(), KEY) == (((), ()), ())
     assert apart(moved.variables.params["discriminator"], start.variables.params["discriminator"]) > 1e-4
 
 
@@ -446,7 +405,7 @@ def test_a_shared_discriminator_learns_as_an_own_one():
     params = {**start.variables.params, "discriminator": theirs}
     received = received_by(SHARED)._replace(variables=shared.variables._replace(params=params))
     hparams = FedADGHparams(LR, 0.3)
-    moved, metrics = programs(SHARED, optax.sgd)[0](hparams, received, batch(), KEY, jnp.int32(1))
+    moved, metrics = programs(SHARED, optax.sgd)[0](hparams, received, one_batch(), KEY, jnp.int32(1))
     own, told = take_step(ADG, hparams)
     chex.assert_trees_all_close(
         moved.variables.params.pop("discriminator"), unboxed(discriminator_of(own.client)), atol=1e-6
@@ -828,14 +787,14 @@ RSC = {mute: functools.partial(rsc, mute=mute) for mute in ("features", "spatial
 
 def rsc_step(mute, hparams, number=0, seed=2, rows=None):
     received = Received(fresh(), (), (), (), jnp.int32(number))
-    rows = batch() if rows is None else rows
+    rows = one_batch() if rows is None else rows
     moved, metrics = programs(RSC[mute], optax.sgd)[0](hparams, received, rows, jax.random.key(seed), jnp.int32(0))
     return minus(moved.variables.params, fresh().params), metrics
 
 
 def trained_by(method, hparams):
     received = Received(fresh(), (), (), (), jnp.int32(0))
-    return programs(method, momentum)[1](hparams, received, examples(), jax.random.key(1))[0].variables.params
+    return programs(method, momentum)[1](hparams, received, examples_of(), jax.random.key(1))[0].local.variables.params
 
 
 NOBODY = {"batch": 0.0}
@@ -861,7 +820,7 @@ def test_the_schedule_goes_by_server_round(number, share):
 
 @pytest.mark.parametrize("mute", RSC)
 def test_rsc_never_reads_padding(mute):
-    wild = batch()._replace(inputs=batch().inputs.at[7].set(7.0), labels=batch().labels.at[7].set(2))
+    wild = one_batch()._replace(inputs=one_batch().inputs.at[7].set(7.0), labels=one_batch().labels.at[7].set(2))
     hparams = RSCHparams(LR, batch=0.5)
     chex.assert_trees_all_close(rsc_step(mute, hparams), rsc_step(mute, hparams, rows=wild), atol=1e-6)
 
@@ -881,23 +840,23 @@ def test_what_is_muted_gets_no_gradient(mute):
 def test_a_step_on_muted_maps(mute):
     """The gradient of the cross-entropy of maps times constants, which are found row by row."""
     move, metrics = rsc_step(mute, RSCHparams(1.0, drop=0.5, drop_channels=0.5, batch=1.0))
-    maps, _ = BACKBONE.maps(fresh(), batch().inputs, batch().mask, KEY)
+    maps, _ = BACKBONE.maps(fresh(), one_batch().inputs, one_batch().mask, KEY)
 
     @jax.jit
     @jax.vmap
     def gradient_of(maps, label):
         return jax.grad(lambda x: BACKBONE.from_maps(fresh(), x[None], KEY).logits[0, label])(maps)
 
-    gradient = gradient_of(maps, batch().labels)
+    gradient = gradient_of(maps, one_batch().labels)
     naive = naive_places if mute == "spatial" else naive_channels
     kept = jnp.asarray(naive(np.asarray(maps), np.asarray(gradient), 2), jnp.float32)
 
     @jax.jit
     @jax.value_and_grad
     def loss(params):
-        maps, _ = BACKBONE.maps(Variables(params, {}), batch().inputs, batch().mask, KEY)
+        maps, _ = BACKBONE.maps(Variables(params, {}), one_batch().inputs, one_batch().mask, KEY)
         logits = BACKBONE.from_maps(Variables(params, {}), maps * kept, KEY).logits
-        return reference.cross_entropy(logits[REAL], batch().labels[REAL])
+        return reference.cross_entropy(logits[REAL], one_batch().labels[REAL])
 
     value, expected = loss(fresh().params)
     assert metrics["loss"] == pytest.approx(float(value), rel=1e-5)

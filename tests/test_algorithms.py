@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 import reference
+from client import BACKBONE, batch_of, fresh, programs
 from flax import linen as nn
 from quadratic import optimum, quadratic_rounds
-from tiny import CLASSES, tiny_backbone, tiny_federation
+from tiny import CLASSES, tiny_federation
 
-from fedjax_dg import local, make_round
-from fedjax_dg.aggregators import mean
+from fedjax_dg import make_round
 from fedjax_dg.algorithms import (
     FedAvgHparams,
     FedIIRHparams,
@@ -34,17 +34,11 @@ from fedjax_dg.algorithms.common import momentum
 from fedjax_dg.algorithms.fedsr import Reference, gaussian_kl, gaussian_of
 from fedjax_dg.alignment import permute
 from fedjax_dg.backbones import Backbone, lenet5
-from fedjax_dg.types import Examples, Local, Received, Topology, Variables
+from fedjax_dg.types import Examples, Received, Variables
 
-BACKBONE = tiny_backbone()
 LR = 0.05
 # the drift example: two clients with losses a (theta - b)^2 / 2
 A, B = [[[1.0], [4.0]]], [[[0.0], [1.0]]]
-
-
-@functools.cache
-def fresh(backbone=BACKBONE):
-    return jax.jit(backbone.init)(jax.random.key(0))
 
 
 @functools.cache
@@ -58,41 +52,16 @@ def one(client=0):
     return jax.tree.map(lambda x: x[client], two_clients())
 
 
-def batch_of(examples):
-    """All of a client's examples as one batch, padding zeroed."""
-    return local.take_batch(examples, jnp.arange(examples.mask.shape[0]), examples.mask)
-
-
 def random_like(tree, seed):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), jnp.float32), tree)
-
-
-@functools.cache
-def programs(method, backbone, optimizer):
-    """Compiled (one local step on a batch, local training in two passes), for any hyper-parameters."""
-
-    @jax.jit
-    def step(hparams, received, batch, key):
-        algorithm = method(hparams, optimizer)
-        optimizer_state, tally = algorithm.begin(backbone, received, received.origin)
-        start = Local(received.variables, optimizer_state, received.origin, tally)
-        return algorithm.step(backbone, received, start, batch, key)
-
-    @jax.jit
-    def train(hparams, received, examples, key):
-        algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=2)
-        trained = local.train(backbone, algorithm, topology, (mean(), mean()), received, received.origin, examples, key)
-        return trained, algorithm.report(backbone, received, trained.local, trained.steps, examples, key)
-
-    return step, train
 
 
 def take_step(method, hparams, batch, variables=None, backbone=BACKBONE, optimizer=momentum, client=(), shared=()):
     """One local step: the change of the parameters, what changed beside them, the metrics."""
     variables = fresh(backbone) if variables is None else variables
     received = Received(variables, shared, (), client)
-    moved, metrics = programs(method, backbone, optimizer)[0](hparams, received, batch, jax.random.key(2))
+    moved, metrics = programs(method, optimizer, backbone)[0](hparams, received, batch, jax.random.key(2))
     return jax.tree.map(jnp.subtract, moved.variables.params, variables.params), moved, metrics
 
 
@@ -100,7 +69,10 @@ def train(method, hparams, examples=None, variables=None, backbone=BACKBONE, opt
     """Two passes over a client's examples in batches of two: what training leaves, and what the client reports."""
     received = Received(fresh(backbone) if variables is None else variables, shared, (), client)
     examples = one() if examples is None else examples
-    return programs(method, backbone, optimizer)[1](hparams, received, examples, jax.random.key(1))
+    trained, *reported = programs(method, optimizer, backbone, size=2)[1](
+        hparams, received, examples, jax.random.key(1)
+    )
+    return trained, tuple(reported)
 
 
 def thetas(states):

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 import reference
-from tiny import tiny_backbone, tiny_federation
+from client import BACKBONE, examples_of, fresh, one_batch, programs
+from tiny import tiny_federation
 
-from fedjax_dg import local, make_round, penalties, run
+from fedjax_dg import make_round, penalties, run
 from fedjax_dg.aggregators import mean
 from fedjax_dg.aggregators.fedgma import agreement, masked
 from fedjax_dg.algorithms import (
@@ -40,7 +41,7 @@ from fedjax_dg.algorithms import (
 from fedjax_dg.algorithms.afl import Emphasis, threshold
 from fedjax_dg.algorithms.common import momentum
 from fedjax_dg.algorithms.mixup import partners
-from fedjax_dg.types import Local, Received, Topology, Variables
+from fedjax_dg.types import Received, Variables
 
 # Rows of three domains, 5, 3 and 2 of them, and three rows of padding in between.
 DOMAIN = np.array([7, 7, -2, 7, 40, 7, 99, -2, 40, 7, -2, 7, 40], np.int32)
@@ -48,7 +49,6 @@ MASK = np.array([1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0], bool)
 GARBAGE = 1e4
 WIDTH, LOGITS = 6, 4
 
-BACKBONE = tiny_backbone()
 LR = 0.05
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -292,50 +292,10 @@ def test_the_first_of_equal_scores_ranks_higher():
 # --- what the methods need ------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def fresh():
-    return jax.jit(BACKBONE.init)(jax.random.key(0))
-
-
-@functools.cache
-def examples_of(domains):
-    """A client's 7 examples, in 8 places, of so many domains."""
-    clients = tiny_federation([[7]], padding=1, fill=np.nan, domains=domains).clients
-    return jax.tree.map(lambda x: x[0, 0], clients)
-
-
-@functools.cache
-def batch_of(domains=2):
-    """All of a client's examples as one batch, padding zeroed."""
-    examples = examples_of(domains)
-    return local.take_batch(examples, jnp.arange(len(examples.mask)), examples.mask)
-
-
-@functools.cache
-def programs(method, optimizer):
-    """Compiled (one local step on a batch, local training in two passes), for any hyper-parameters."""
-
-    @jax.jit
-    def step(hparams, received, batch, key):
-        algorithm = method(hparams, optimizer)
-        optimizer_state, tally = algorithm.begin(BACKBONE, received, received.origin)
-        start = Local(received.variables, optimizer_state, received.origin, tally)
-        return algorithm.step(BACKBONE, received, start, batch, key)
-
-    @jax.jit
-    def train(hparams, received, examples, key):
-        algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=4)
-        return local.train(
-            BACKBONE, algorithm, topology, (mean(), mean()), received, received.origin, examples, key
-        ).local
-
-    return step, train
-
-
 def take_step(method, hparams, batch=None, optimizer=momentum, client=(), shared=(), number=0, seed=2):
     """One local step: the change of the parameters, what changed beside them, the metrics."""
     received = Received(fresh(), shared, (), client, jnp.int32(number))
-    batch = batch_of() if batch is None else batch
+    batch = one_batch(2) if batch is None else batch
     moved, metrics = programs(method, optimizer)[0](hparams, received, batch, jax.random.key(seed))
     return jax.tree.map(jnp.subtract, moved.variables.params, fresh().params), moved, metrics
 
@@ -343,7 +303,8 @@ def take_step(method, hparams, batch=None, optimizer=momentum, client=(), shared
 def train(method, hparams, domains=2, client=()):
     """The parameters after two passes over a client's examples in batches of four."""
     received = Received(fresh(), (), (), client, jnp.int32(0))
-    return programs(method, momentum)[1](hparams, received, examples_of(domains), jax.random.key(1)).variables.params
+    trained, *_ = programs(method, momentum)[1](hparams, received, examples_of(domains), jax.random.key(1))
+    return trained.local.variables.params
 
 
 def plain(domains=2):
@@ -412,7 +373,7 @@ def test_the_loss_is_the_cross_entropy_and_the_weighted_penalty(name):
     """IRM's is divided by a weight above 1."""
     method, hparams = METHODS[name]
     metrics = take_step(method, hparams(LR, penalty=3.0))[2]
-    batch = batch_of()
+    batch = one_batch(2)
     rows, losses = penalties.rows_of(batch), jnp.asarray(row_losses(fresh(), batch), jnp.float32)
     logits, z = evaluate(fresh(), batch.inputs), features(fresh(), batch.inputs)
     penalty = {
@@ -488,7 +449,7 @@ def test_mixing_differs_by_level():
 @LEVELS
 def test_two_rows_of_two_domains_are_mixed_with_each_other(method):
     """s CE(., y_i) + (1 - s) CE(., y_j) of the mixture s x_i + (1 - s) x_j, averaged over both rows."""
-    batch = jax.tree.map(lambda x: x[jnp.array([0, 7, 3])], batch_of())  # 7 is padding
+    batch = jax.tree.map(lambda x: x[jnp.array([0, 7, 3])], one_batch(2))  # 7 is padding
     batch = batch._replace(labels=jnp.array([0, 0, 2], jnp.int32))
     metrics = take_step(method, MixupHparams(LR, mix_alpha=1.0), batch)[2]
     share, real = float(metrics["share"]), jnp.array([0, 2])
@@ -504,7 +465,7 @@ def test_two_rows_of_two_domains_are_mixed_with_each_other(method):
 
 
 def test_integers_cannot_be_mixed_but_their_features_can():
-    whole = batch_of()._replace(inputs=batch_of().inputs.astype(jnp.int32))
+    whole = one_batch(2)._replace(inputs=one_batch(2).inputs.astype(jnp.int32))
     with pytest.raises(ValueError, match="int32.*level=features"):
         take_step(mixup, MixupHparams(LR), whole)
     assert np.isfinite(take_step(OF_FEATURES, MixupHparams(LR), whole)[2]["loss"])
@@ -528,26 +489,26 @@ def test_a_groupdro_client_starts_with_even_domains():
 
 def test_without_eta_the_loss_is_the_mean_over_the_domains_present():
     _, _, metrics = take_step(groupdro, GroupDROHparams(LR, eta=0.0), client=EVEN)
-    assert metrics["loss"] == pytest.approx(risks_of(batch_of()).mean(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(risks_of(one_batch(2)).mean(), rel=1e-5)
     assert metrics["largest_weight"] == pytest.approx(0.5)
 
 
 def test_without_eta_the_gradient_is_the_mean_of_the_domains():
     move, _, _ = take_step(groupdro, GroupDROHparams(1.0, eta=0.0), client=EVEN, optimizer=optax.sgd)
-    gradients = [gradient_of(fresh().params, batch_of(), d) for d in range(2)]
+    gradients = [gradient_of(fresh().params, one_batch(2), d) for d in range(2)]
     chex.assert_trees_all_close(move, reference.scale(reference.add(*gradients), -0.5), atol=1e-6)
 
 
 def test_with_a_large_eta_the_worst_domain_is_all():
     _, _, metrics = take_step(groupdro, GroupDROHparams(LR, eta=1e4), client=EVEN)
-    assert np.ptp(risks_of(batch_of())) > 1e-2
+    assert np.ptp(risks_of(one_batch(2))) > 1e-2
     assert metrics["largest_weight"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["loss"] == pytest.approx(risks_of(batch_of()).max(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(risks_of(one_batch(2)).max(), rel=1e-5)
 
 
 def test_the_weights_of_two_domains_move_as_known():
     """q_d exp(eta R_d), renormalised; a domain that is not in the batch keeps its q."""
-    q, eta, risks = np.array([0.3, 0.7, 0.4]), 0.6, risks_of(batch_of())
+    q, eta, risks = np.array([0.3, 0.7, 0.4]), 0.6, risks_of(one_batch(2))
     log_q = jnp.log(jnp.concatenate([jnp.asarray(q, jnp.float32), jnp.full(13, 0.1)]))
     _, moved, metrics = take_step(groupdro, GroupDROHparams(LR, eta), client=log_q)
     after = q * np.exp(eta * np.append(risks, 0.0))
@@ -576,7 +537,7 @@ def test_fish_steps_through_the_domains_in_either_order():
     for order in ((0, 1), (1, 0)):
         params = start
         for domain in order:
-            params = reference.subtract(params, reference.scale(gradient_of(params, batch_of(), domain), lr))
+            params = reference.subtract(params, reference.scale(gradient_of(params, one_batch(2), domain), lr))
         expected.append(reference.scale(reference.subtract(params, start), epsilon))
     assert apart(*expected) > 1e-3
     seen = set()

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_backbone, tiny_federation
+from client import BACKBONE, examples_of, fresh, one_batch, programs
 
-from fedjax_dg import local
 from fedjax_dg import reweighting as rw
-from fedjax_dg.aggregators import mean
 from fedjax_dg.algorithms import (
     FedAvgHparams,
     StableFedADGHparams,
@@ -25,9 +23,8 @@ from fedjax_dg.algorithms import (
 from fedjax_dg.algorithms.common import momentum
 from fedjax_dg.alignment.groups import OfFeatures, carry
 from fedjax_dg.backbones import lenet5
-from fedjax_dg.types import Local, Received, Topology, Variables
+from fedjax_dg.types import Received, Variables
 
-BACKBONE = tiny_backbone()
 LR = 0.05
 FIVE = np.array([(0, 0), (1, 1), (1, 1), (0, 1), (1, 0)], np.float64)
 EVEN = np.full(5, 0.2)
@@ -335,57 +332,18 @@ def test_a_batch_of_another_size_meets_the_first_rows(batch):
 # --- StableNet ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def fresh():
-    return jax.jit(BACKBONE.init)(jax.random.key(0))
-
-
-@functools.cache
-def examples():
-    """A client's 7 examples, in 8 places."""
-    clients = tiny_federation([[7]], padding=1, fill=np.nan).clients
-    return jax.tree.map(lambda x: x[0, 0], clients)
-
-
-@functools.cache
-def batch():
-    """All of a client's examples as one batch, padding zeroed."""
-    return local.take_batch(examples(), jnp.arange(8), examples().mask)
-
-
-@functools.cache
-def programs(method, optimizer):
-    """Compiled (one local step on a batch, local training in two passes), for any hyper-parameters."""
-
-    @jax.jit
-    def step(hparams, received, batch, key):
-        algorithm = method(hparams, optimizer)
-        optimizer_state, tally = algorithm.begin(BACKBONE, received, received.origin)
-        start = Local(received.variables, optimizer_state, received.origin, tally)
-        return algorithm.step(BACKBONE, received, start, batch, key)
-
-    @jax.jit
-    def train(hparams, received, examples, key):
-        algorithm, topology = method(hparams, optimizer), Topology(1, 1, local_epochs=2, batch_size=4)
-        rules = (mean(), mean())
-        trained = local.train(BACKBONE, algorithm, topology, rules, received, received.origin, examples, key)
-        reported = algorithm.report(BACKBONE, received, trained.local, trained.steps, examples, key)
-        return trained.local.variables.params, *reported
-
-    return step, train
-
-
 def take_step(method, hparams, client=(), optimizer=momentum):
     """One local step on a batch: the change of the parameters, the metrics."""
     received = Received(fresh(), (), (), client)
-    moved, metrics = programs(method, optimizer)[0](hparams, received, batch(), jax.random.key(2))
+    moved, metrics = programs(method, optimizer)[0](hparams, received, one_batch(), jax.random.key(2))
     return jax.tree.map(jnp.subtract, moved.variables.params, fresh().params), metrics
 
 
 def train(method, hparams, variables=None, client=()):
     """Two passes in batches of four and three: the parameters, the client's state, its message."""
     received = Received(fresh() if variables is None else variables, (), (), client, jnp.int32(0))
-    return programs(method, momentum)[1](hparams, received, examples(), jax.random.key(1))
+    trained, *reported = programs(method, momentum)[1](hparams, received, examples_of(), jax.random.key(1))
+    return trained.local.variables.params, *reported
 
 
 def apart(tree, other):
@@ -413,15 +371,15 @@ def test_weights_are_constants_in_the_gradient():
     """The step's gradient is that of sum_i q_i CE_i with the q of these features put in as numbers."""
     hparams, key = StableNetHparams(1.0, lambda_p=0.2), jax.random.key(2)
     move, metrics = take_step(stablenet, hparams, optimizer=optax.sgd)
-    z = BACKBONE.features(fresh(), batch().inputs)
-    q, _, told = solver(lambda_p=0.2)(z, batch().mask, jax.random.fold_in(key, 1))
+    z = BACKBONE.features(fresh(), one_batch().inputs)
+    q, _, told = solver(lambda_p=0.2)(z, one_batch().mask, jax.random.fold_in(key, 1))
     assert metrics["weight_max"] == pytest.approx(float(told["weight_max"]), rel=1e-5)
 
     @jax.jit
     @jax.value_and_grad
     def weighted(params):
-        log_p = jax.nn.log_softmax(BACKBONE.apply(Variables(params, {}), batch().inputs))
-        return -(q * log_p[jnp.arange(8), batch().labels]).sum()
+        log_p = jax.nn.log_softmax(BACKBONE.apply(Variables(params, {}), one_batch().inputs))
+        return -(q * log_p[jnp.arange(8), one_batch().labels]).sum()
 
     value, gradient = weighted(fresh().params)
     assert metrics["loss"] == pytest.approx(float(value), rel=1e-5)
@@ -498,8 +456,13 @@ def test_stable_fedadg_keeps_a_memory_on_the_client():
 
 @pytest.mark.parametrize("method", [stablenet, stable_fedadg])
 @pytest.mark.parametrize(
-    ("options", "told"), [({"memory_rows": -1}, "memory_rows=-1"), ({"persist_memory": True}, "give memory_rows")]
+    ("options", "told"),
+    [
+        ({"fourier": 0}, "fourier=0 is not"),
+        ({"memory_rows": -1}, "memory_rows=-1"),
+        ({"persist_memory": True}, "give memory_rows"),
+    ],
 )
-def test_memories_that_cannot_be_are_refused(method, options, told):
+def test_weights_and_memories_that_cannot_be_are_refused(method, options, told):
     with pytest.raises(ValueError, match=told):
         method(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, ArrayLike, Float
 
 from fedjax_dg import tree
@@ -40,8 +41,7 @@ def masked(aggregator: Aggregator, threshold: ArrayLike = 0.4) -> Aggregator:
             merged.params,
             agreed,
         )
-        count = sum(x.size for x in jax.tree.leaves(agreed))
-        mean_agreement = sum(x.sum() for x in jax.tree.leaves(agreed)) / count
+        mean_agreement = optax.tree.sum(agreed) / optax.tree.size(agreed)
         return merged._replace(params=params), state, {**info, "agreement": mean_agreement}
 
     return aggregator._replace(merge=merge)

@@ -34,21 +34,21 @@ def masked_mean(values: Float[Array, " B"], mask: Bool[Array, " B"]) -> Float[Ar
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 
-def classify(backbone, params: PyTree, local: Local, batch: Examples, key):
-    """The plain classification loss and what a ``gradient_step`` wants beside it."""
-    forward = backbone.forward(Variables(params, local.variables.batch_stats), batch.inputs, batch.mask, key)
-    return cross_entropy(forward.logits, batch.labels, batch.mask), forward
-
-
 def losses_of(logits: Float[Array, "B K"], batch: Examples) -> Float[Array, " B"]:
     """Cross-entropy of every row; 0 at padding."""
     return jnp.where(batch.mask, optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels), 0.0)
 
 
 def classify_rows(backbone, params: PyTree, local: Local, batch: Examples, key):
-    """``classify``, and the loss of every row [B] (0 at padding), which its mean is of."""
-    value, forward = classify(backbone, params, local, batch, key)
-    return value, forward, losses_of(forward.logits, batch)
+    """The plain classification loss, the ``Forward`` pass, and the loss of every row [B], 0 at padding."""
+    forward = backbone.forward(Variables(params, local.variables.batch_stats), batch.inputs, batch.mask, key)
+    losses = losses_of(forward.logits, batch)
+    return masked_mean(losses, batch.mask), forward, losses
+
+
+def classify(backbone, params: PyTree, local: Local, batch: Examples, key):
+    """The plain classification loss and the ``Forward`` pass: what a ``gradient_step`` wants."""
+    return classify_rows(backbone, params, local, batch, key)[:2]
 
 
 def classification_loss(backbone, params, received, local, batch, key):
@@ -61,14 +61,15 @@ def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, corre
     """An ``Algorithm.step``: descend ``loss`` with ``optimizer``.
 
     ``loss(backbone, params, received, local, batch, key) -> (value, (forward, metrics))``, with the ``Forward`` pass over
-    the batch. ``correct(gradient, received, local) -> gradient`` is applied before the optimizer; where it is given,
-    ``local.tally`` sums the raw gradients (for ``mean_gradient``).
+    the batch; or ``(value, (forward, metrics, changes))`` where the step also sets fields of ``Local``, by name.
+    ``correct(gradient, received, local) -> gradient`` is applied before the optimizer; where it is given, ``local.tally``
+    sums the raw gradients (for ``mean_gradient``).
     """
 
     def step(backbone, received, local, batch, key):
         params = local.variables.params
         objective = functools.partial(loss, backbone)
-        (value, (forward, metrics)), gradient = jax.value_and_grad(objective, has_aux=True)(
+        (value, (forward, metrics, *changes)), gradient = jax.value_and_grad(objective, has_aux=True)(
             params, received, local, batch, key
         )
         tally = local.tally if correct is None else jax.tree.map(jnp.add, local.tally, gradient)
@@ -76,7 +77,7 @@ def gradient_step(loss: Callable, optimizer: optax.GradientTransformation, corre
         updates, state = optimizer.update(direction, local.optimizer, params)
         variables = Variables(optax.apply_updates(params, updates), forward.batch_stats)
         local = local._replace(variables=variables, optimizer=state, tally=tally, seen=forward.dense_inputs)
-        return local, {"loss": value, **metrics}
+        return local._replace(**dict(*changes)), {"loss": value, **metrics}
 
     return step
 

@@ -13,9 +13,9 @@ from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from fedjax_dg.algorithms.common import masked_mean, momentum
-from fedjax_dg.algorithms.stablenet import Keeping, even, memory_of
 from fedjax_dg.alignment.groups import Axis, OfFeatures, made_with_features
 from fedjax_dg.errors import unknown
+from fedjax_dg.reweighting import Keeping, even, memory_of
 from fedjax_dg.types import Algorithm, PyTree, Start, Variables
 
 ADV_FORMS = ("ls", "paper")
@@ -123,7 +123,8 @@ def fedadg(
     Parameters: G under ``generator``; widths of 0 are the authors' ratios to the M features (noise M / 2, G M, D M / 4, at
     least 8). ``rectify``: G ends in a ReLU, for features that are not negative; false for signed ones.
     Client state: D and its optimizer, drawn per client, kept between rounds (``share_discriminator`` uploads D with the
-    model instead). Upload: the model, which is F, C and G.
+    model instead). Upload: the model, which is F, C and G. Raises ``ValueError`` for an unknown ``adv_form`` and negative
+    sizes, and in ``make_round`` for ``local_epochs`` that end with the warm-up.
 
     Deviations: C is the backbone's head, one layer (the authors' is two linear ones); D reads z of the training pass,
     with dropout on (theirs: off); no warm-up of the rate within a round (theirs makes it 10 to 100 times smaller than

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, ArrayLike, Float
 
-from fedjax_dg.algorithms.common import check_domains, classify_rows, momentum
-from fedjax_dg.types import Algorithm, Start, Variables
+from fedjax_dg.algorithms.common import check_domains, classify_rows, gradient_method, momentum
+from fedjax_dg.types import Algorithm, Start
 
 
 class GroupDROHparams(NamedTuple):
@@ -31,33 +30,22 @@ def groupdro(
     ``num_domains``: how many ids there are (the command line takes the data set's); ``ValueError`` before round 1 when the
     federation has more. Source: Sagawa, Koh, Hashimoto, Liang, ICLR 2020, https://arxiv.org/abs/1911.08731.
     """
-    descent = optimizer(hparams.client_lr)
 
     def init(backbone, variables, key):
         return Start(variables, client=jnp.zeros(num_domains))
 
-    def begin(backbone, received, client):
-        return descent.init(received.variables.params), ()
-
-    def step(backbone, received, local, batch, key):
+    def loss(backbone, params, received, local, batch, key):
+        _, forward, losses = classify_rows(backbone, params, local, batch, key)
         here = (jax.nn.one_hot(batch.domain, num_domains) * batch.mask[:, None]).T  # [G, B]
         size = here.sum(1)
+        risks = jnp.matmul(here, losses, precision="highest") / jnp.maximum(size, 1.0)
+        log_q = jax.lax.stop_gradient(local.client + hparams.eta * risks)
+        weights = shares_of(log_q, size > 0)
+        told = {"largest_weight": weights.max()}
+        return (weights * risks).sum(), (forward, told, {"client": log_q - log_q.max()})
 
-        def objective(params):
-            _, forward, losses = classify_rows(backbone, params, local, batch, key)
-            risks = jnp.matmul(here, losses, precision="highest") / jnp.maximum(size, 1.0)
-            moved = jax.lax.stop_gradient(local.client + hparams.eta * risks)
-            weights = shares_of(moved, size > 0)
-            return (weights * risks).sum(), (forward, moved - moved.max(), weights)
-
-        params = local.variables.params
-        (value, (forward, log_q, weights)), gradient = jax.value_and_grad(objective, has_aux=True)(params)
-        updates, state = descent.update(gradient, local.optimizer, params)
-        variables = Variables(optax.apply_updates(params, updates), forward.batch_stats)
-        local = local._replace(variables=variables, optimizer=state, client=log_q, seen=forward.dense_inputs)
-        return local, {"loss": value, "largest_weight": weights.max()}
-
-    return Algorithm(step=step, init=init, begin=begin, prepare=check_domains(num_domains))
+    hooks = {"init": init, "prepare": check_domains(num_domains)}
+    return gradient_method(loss, optimizer(hparams.client_lr), **hooks)
 
 
 def shares_of(log_q: Float[Array, " G"], present: Array) -> Float[Array, " G"]:

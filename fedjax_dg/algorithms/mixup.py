@@ -45,7 +45,7 @@ def mixup(
     One share s ~ Beta(alpha, alpha) a batch; j is drawn for every i, from another domain where the batch has one
     (``across_domains``, DomainBed's inter-domain mixup). ``level``: mix the network's ``inputs``, or its ``features`` (for
     inputs that cannot be mixed, such as tokens). alpha = 0 is FedAvg. Upload: the model. Gram statistics gathered in
-    training are of mixed examples.
+    training are of mixed examples. Raises ``ValueError`` for another level, and for inputs that cannot be mixed.
 
     Deviation: DomainBed mixes pairs of whole minibatches of two domains. Source: Zhang, Cisse, Dauphin, Lopez-Paz, ICLR
     2018, https://arxiv.org/abs/1710.09412; Yan et al., 2020, https://arxiv.org/abs/2001.00677.
@@ -55,7 +55,7 @@ def mixup(
 
     def loss(backbone, params, received, local, batch, key):
         variables = Variables(params, local.variables.batch_stats)
-        forward_key, partner_key, share_key = jax.random.split(key, 3)
+        partner_key, share_key = jax.random.split(jax.random.fold_in(key, 1))
         other = partners(batch.mask, batch.domain, partner_key, across_domains)
         alpha = jnp.asarray(hparams.mix_alpha, jnp.float32)
         drawn = jax.random.beta(share_key, jnp.maximum(alpha, 1e-3), jnp.maximum(alpha, 1e-3))
@@ -64,7 +64,7 @@ def mixup(
         inputs = backbone.transform(batch.inputs)
         if level == "inputs" and not jnp.issubdtype(inputs.dtype, jnp.floating):
             raise ValueError(f"mixup cannot mix inputs of type {inputs.dtype}: choose level=features.")
-        forward = backbone.forward(variables, mix(inputs) if level == "inputs" else inputs, batch.mask, forward_key)
+        forward = backbone.forward(variables, mix(inputs) if level == "inputs" else inputs, batch.mask, key)
         logits = forward.logits if level == "inputs" else backbone.head(variables, mix(forward.z))
         error = optax.softmax_cross_entropy_with_integer_labels
         losses = share * error(logits, batch.labels) + (1 - share) * error(logits, batch.labels[other])

@@ -90,6 +90,7 @@ def rsc(
     ``features``: ``gradient``, or ``activation`` times gradient; under a linear head g is the class's weights for every
     example. p_b may grow with the server round (``growth``). Exactly that many are muted: ties go to the first.
 
+    Raises ``ValueError`` for other names, and for a network without feature maps where ``mute`` needs one.
     Upload: the model. Gram statistics gathered in training are of the features that are not muted.
 
     Deviations from the authors' code: the masks come from the training pass itself, not from one in evaluation mode; the

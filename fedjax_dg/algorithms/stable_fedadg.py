@@ -10,7 +10,6 @@ from jaxtyping import ArrayLike
 from fedjax_dg import reweighting
 from fedjax_dg.algorithms.common import momentum
 from fedjax_dg.algorithms.fedadg import FedADGHparams, adversarial
-from fedjax_dg.algorithms.stablenet import memory_of, weigher
 from fedjax_dg.types import Algorithm
 
 
@@ -50,7 +49,7 @@ def stable_fedadg(
     The adversarial terms stay unweighted. Order of a step: z = F(x), q, D, (F, C), G, memory. E0 = 3 and E1 = 5 passes a
     station round are the paper's (the command line's default), with batches of 64. Client state: D, its optimizer, and
     with ``persist_memory`` the memory, which holds features and never leaves. Upload: the model, which is F, C and G.
-    weight_lr = 0 is FedADG to rounding.
+    weight_lr = 0 is FedADG to rounding. Raises ``ValueError`` as ``fedadg`` and ``stablenet``.
 
     Deviations: weights are solved per batch, where eq. (6) does so over a client's whole data; eq. (7)'s weights are
     squared, here they are those of a true weighted covariance; eqs. (4), (5), (9) are read as three problems with the others
@@ -60,7 +59,7 @@ def stable_fedadg(
     return adversarial(
         FedADGHparams(*(getattr(hparams, name) for name in FedADGHparams._fields)),
         optimizer,
-        weigher(hparams.lambda_p, hparams.weight_lr, fourier, inner_steps),
+        reweighting.weigher(hparams.lambda_p, hparams.weight_lr, fourier, inner_steps),
         warmup_epochs=warmup_epochs,
         adv_form=adv_form,
         share_discriminator=share_discriminator,
@@ -68,5 +67,5 @@ def stable_fedadg(
         widths=(noise_width, generator_width, discriminator_width),
         local_epochs=warmup_epochs + 5,
         weigh_warmup=reweight_in_warmup,
-        memory=memory_of(memory_rows, persist_memory),
+        memory=reweighting.memory_of(memory_rows, persist_memory),
     )

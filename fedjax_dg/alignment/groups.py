@@ -118,17 +118,19 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
     def shapes(tree):
         return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
-    like_model, like_params = shapes(variables), shapes(variables.params)
+    like_model, params = shapes(variables), variables.params
 
-    def like_part(node):
-        params = variables.params
-        if not (isinstance(node, dict) and isinstance(params, dict) and node and set(node) <= set(params)):
-            return False
-        return shapes(node) == shapes({name: params[name] for name in node})
+    def model_of(node):
+        """The model that ``node`` is, or that has its parameters in place of some; None if it is neither."""
+        if shapes(node) == like_model:
+            return node
+        part = isinstance(node, dict) and bool(node) and set(node) <= set(params)
+        if part and shapes(node) == shapes({name: params[name] for name in node}):
+            return variables._replace(params={**params, **node})
+        return None
 
     def moves(node):
-        known = shapes(node) in (like_model, like_params) or like_part(node)
-        return isinstance(node, OfFeatures) or known or is_grams(node)
+        return isinstance(node, OfFeatures) or is_grams(node) or model_of(node) is not None
 
     def is_grams(node):
         return isinstance(node, dict) and bool(node) and all(hasattr(x, "permute") for x in node.values())
@@ -146,16 +148,13 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
                 if group.name in orders:
                     node = permute_grams(node, group, orders[group.name])
             return node
-        if not moves(node):
+        whole = model_of(node)
+        if whole is None:
             return node
-        if like_part(node) and len(node) < len(variables.params):
-            whole = move({**variables.params, **node})
-            return {name: whole[name] for name in node}
-        whole = node if shapes(node) == like_model else variables._replace(params=node)
         for group in groups:
             if group.name in orders:
                 whole = permute(whole, group, orders[group.name])
-        return whole if shapes(node) == like_model else whole.params
+        return whole if shapes(node) == like_model else {name: whole.params[name] for name in node}
 
     return jax.tree.map(move, state, is_leaf=moves)
 
