@@ -110,7 +110,7 @@ def recorder() -> Aggregator:
     def merge(backbone, state, start, models, weights, messages):
         return jax.tree.map(lambda x: x[0], models), state, messages
 
-    def measure(backbone, variables, examples, key, seen):
+    def measure(backbone, start, variables, examples, key, seen):
         grams = measure_grams(backbone, variables, examples)
         return {"sum": grams, "mean": per_row(grams)}
 

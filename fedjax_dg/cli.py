@@ -250,10 +250,11 @@ class ProgressBars:
         self.console, self.rounds = console, grid.config.rounds
         self.total = len(grid.cells) * grid.config.rounds
         self.tasks: dict[Cell, TaskID] = {}
+        self.stages: dict[tuple[Cell, str], TaskID] = {}
         self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[unit]} {task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[scores]}"),
             TimeRemainingColumn(),
             console=console,
@@ -262,7 +263,7 @@ class ProgressBars:
 
     def __enter__(self):
         self.bars.start()
-        self.all = self.bars.add_task("all cells", total=self.total, scores="")
+        self.all = self.bars.add_task("all cells", total=self.total, unit="round", scores="")
         return self.report
 
     def __exit__(self, *exception):
@@ -273,8 +274,17 @@ class ProgressBars:
             self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
         elif event == "start":
             name = f"{cell.aggregator}, {cell.held_out}, seed {cell.seed}"
-            self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, scores="")
+            self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, unit="round", scores="")
             self.bars.advance(self.all, value)
+        elif event == "stage":
+            name, done, blocks = value
+            if (cell, name) not in self.stages:
+                title = f"{cell.held_out}, seed {cell.seed}: {name}"
+                self.stages[cell, name] = self.bars.add_task(title, total=blocks, unit="part", scores="")
+            self.bars.update(self.stages[cell, name], completed=done)
+            if done == blocks:
+                self.bars.remove_task(self.stages.pop((cell, name)))
+                self.console.print(f"{cell.name}: {name} done", highlight=False)
         elif event == "record":
             text = f"loss {value['train_loss']:.3f}  held-out {100 * value['accuracy']:.1f} %"
             step = value["round"] - self.bars.tasks[self.bars.task_ids.index(self.tasks[cell])].completed

@@ -233,7 +233,9 @@ def algorithm_options(name: str) -> dict[str, Any]:
     parameters = dict(inspect.signature(ALGORITHMS[name]).parameters)
     hparams = parameters.pop("hparams").default._asdict()
     hparams.pop("client_lr")
-    return hparams | {key: p.default for key, p in parameters.items() if key not in ("optimizer", "num_domains", "gammas")}
+    return hparams | {
+        key: p.default for key, p in parameters.items() if key not in ("optimizer", "num_domains", "gammas")
+    }
 
 
 def aggregator_options(name: str) -> dict[str, Any]:

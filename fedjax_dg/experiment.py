@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import time
@@ -11,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from threadpoolctl import threadpool_limits
 
@@ -24,8 +26,8 @@ from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Federation, federate
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
-from fedjax_dg.run import Block, NotFinite, Round, check_fit, make_round, run_blocks
-from fedjax_dg.types import Key, ServerState, Variables
+from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, run_blocks
+from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
 
 class Program(NamedTuple):
@@ -116,8 +118,12 @@ def round_of(grid: Grid, aggregator: str) -> Round:
 def compile_block(round_fn: Round, federation: Federation, length: int) -> Program:
     """Compile a block of ``length`` rounds for a federation's shapes; running it can then never compile again."""
     start = time.perf_counter()
-    state = jax.eval_shape(round_fn.init, jax.random.key(0))
-    compiled = round_fn.block.lower(state, federation.data, jax.random.key(0), length=length).compile()
+    key = jax.random.key(0)
+    state = jax.eval_shape(round_fn.init, key)
+    data = federation.data
+    if round_fn.algorithm.furnish is not None:
+        data = jax.eval_shape(functools.partial(furnish, round_fn), data, key)
+    compiled = round_fn.block.lower(state, data, key, length=length).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -174,7 +180,7 @@ class CellRun:
         self.checkpoints.save(Progress(arrays_of(block.state, self.best_variables, self.key), notes))
 
 
-def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> CellRun:
+def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder, report: Callable) -> CellRun:
     """A cell ready to run, from its newest checkpoint if it has one."""
     config, federation = grid.config, grid.federations[cell.held_out, cell.seed]
     init_key, key = jax.random.split(jax.random.key(cell.seed))
@@ -184,11 +190,33 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder) -> Ce
     if checkpoints.latest() is not None:
         arrays, notes = checkpoints.restore(arrays_of(state, variables, key))
         state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
-    blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every)
+    told = lambda name, done, blocks: report("stage", cell, (name, done, blocks))
+    stage = functools.partial(run_stage_in, folder, cell, told)
+    blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every, stage)
     best = jax.tree.map(np.array, variables)
     return CellRun(
         cell, blocks, key, checkpoints, config.selection, notes["best"], best, notes["seconds"], notes["record"]
     )
+
+
+def run_stage_in(
+    folder: RunFolder, cell: Cell, told: Callable, name: str, state: PyTree, advance: Callable, blocks: int
+) -> PyTree:
+    """``run.run_stage`` with the state kept in the run folder after every block; goes on from the newest one.
+
+    ``told(name, blocks done, blocks)`` is called before the first block and after each.
+    """
+    checkpoints = folder.checkpoints(cell, stage=name)
+    done = checkpoints.latest() or 0
+    if done:
+        state = checkpoints.restore(state).arrays
+    told(name, done, blocks)
+    for block in range(done, blocks):
+        state = advance(state, jnp.int32(block))
+        checkpoints.save(Progress(state, {"round": block + 1}))
+        told(name, block + 1, blocks)
+    checkpoints.close()
+    return state
 
 
 def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
@@ -223,7 +251,8 @@ def run_grid(
     """Run every cell that is not finished; results of all finished cells, and those that failed.
 
     ``jobs`` cells at a time (``default_jobs``); the numbers do not depend on it. ``report(event, cell, value)`` is told
-    ``compiled`` (seconds), ``start`` (rounds done), ``record``, ``done`` and ``failed``. A cell whose training breaks down
+    ``compiled`` (seconds), ``start`` (rounds done), ``stage`` (name, blocks done, blocks), ``record``, ``done`` and
+    ``failed``. A cell whose training breaks down
     is left at its last good checkpoint; the others go on.
     """
     config = grid.config
@@ -263,7 +292,7 @@ def run_grid(
                 while waiting and len(running) < jobs:
                     cell = waiting.pop(0)
                     program = program_of(cell)
-                    cell_run = open_cell(cell, grid, program, folder)
+                    cell_run = open_cell(cell, grid, program, folder, report)
                     report("start", cell, cell_run.record.get("round", 0))
                     running[pool.submit(cell_run.advance)] = (cell_run, program)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)

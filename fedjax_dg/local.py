@@ -175,14 +175,14 @@ def visit(
     def for_server():
         if to_server.at_station:
             return ()
-        return to_server.measure(backbone, variables, examples, server_key, seen)
+        return to_server.measure(backbone, received.server, variables, examples, server_key, seen)
 
     nothing = lambda: tree.zeros(jax.eval_shape(for_server))
     return Visit(
         variables=variables,
         client=tree.where(trained.steps > 0, memory, client),
         message=message,
-        for_station=to_station.measure(backbone, variables, examples, station_key, seen),
+        for_station=to_station.measure(backbone, received.variables, variables, examples, station_key, seen),
         for_server=for_server() if last is True else jax.lax.cond(last, for_server, nothing),
         steps=trained.steps,
         metrics=trained.metrics,
@@ -230,7 +230,7 @@ def measuring(backbone, rule: Aggregator) -> tuple[Callable, Callable]:
     """What each client and then its station do for a rule that measures with the station's merged model."""
 
     def part(received, client, examples, key):
-        return rule.measure(backbone, received.variables, examples, key, None)
+        return rule.measure(backbone, received.server, received.variables, examples, key, None)
 
     def finish(station, messages):
         _, _, weights = station

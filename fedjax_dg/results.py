@@ -70,7 +70,8 @@ def environment() -> dict[str, Any]:
 
 
 class RunFolder:
-    """``runs/<name>/``: ``config.json``, ``metrics.jsonl``, ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``.
+    """``runs/<name>/``: ``config.json``, ``metrics.jsonl``, ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``,
+    ``stages/<stage>/<cell>/<block>``.
 
     Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
     configuration, the same one without ``resume``, or something else, or cannot be written.
@@ -144,9 +145,9 @@ class RunFolder:
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps(_strict({"cell": cell.name, **cell._asdict(), **record})) + "\n")
 
-    def checkpoints(self, cell: Cell) -> Checkpoints:
-        """The checkpoints of a cell."""
-        return Checkpoints(self.path / "checkpoints" / cell.name)
+    def checkpoints(self, cell: Cell, stage: str | None = None) -> Checkpoints:
+        """The checkpoints of a cell; or of a stage of its method's work before round 1."""
+        return Checkpoints(self.path.joinpath(*(("checkpoints",) if stage is None else ("stages", stage)), cell.name))
 
 
 def _strict(value: Any) -> Any:

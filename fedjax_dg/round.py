@@ -34,11 +34,15 @@ def make_step(
 
         def each_client(part, finish, common, stations, clients):
             def one(common, station, client):
-                (shared, number, key, *last), (model, memory, *_), (own, at_start, held, i) = common, station, client
-                received = Received(model, shared, memory, at_start, number)
+                (shared, number, server, key, *last), (model, memory, *_), (own, at_start, held, i) = (
+                    common,
+                    station,
+                    client,
+                )
+                received = Received(model, shared, memory, at_start, number, server)
                 return part(received, own, held, jax.random.fold_in(key, i), *last)
 
-            common = (shared, state.round, *common)
+            common = (shared, state.round, state.variables, *common)
             return local.map_clients(one, common, stations, (clients, origin, examples, ids), chunk, finish)
 
         if algorithm.survey is not None:

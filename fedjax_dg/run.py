@@ -19,10 +19,22 @@ from fedjax_dg.estimate import choose_chunk
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
 from fedjax_dg.round import make_step
-from fedjax_dg.types import Aggregator, Algorithm, Examples, Key, RoundInfo, Seen, ServerState, Topology
+from fedjax_dg.types import (
+    Aggregator,
+    Algorithm,
+    Examples,
+    Key,
+    PyTree,
+    RoundInfo,
+    Seen,
+    ServerState,
+    Topology,
+    Workshop,
+)
 
-# Keeps what an evaluation draws apart from the rounds, whose keys fold in their number.
+# Keep what is drawn elsewhere apart from the rounds, whose keys fold in their number.
 EVALUATION = 2**31 - 1
+FURNISHING = EVALUATION - 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class Round:
     topology: Topology
     rules: tuple[Aggregator, Aggregator]  # of the stations and the server
     mesh: sharding.Mesh | None
+    chunk: int
     init: Callable[..., ServerState]  # jitted (key, variables=None)
     step: Callable[..., tuple[ServerState, RoundInfo]]  # one round, pure: jit, vmap or lower it as you like
     block: Any  # jitted (state, data, key, length) -> (state, RoundInfo [length, ...]); consumes ``state``
@@ -105,6 +118,7 @@ def make_round(
         topology,
         (to_station, to_server),
         mesh,
+        chunk,
         jax.jit(init, out_shardings=placed),
         step,
         jax.jit(block, static_argnames="length", donate_argnames="state", out_shardings=(placed, None)),
@@ -120,13 +134,39 @@ class Block(NamedTuple):
     record: dict[str, Any]  # plain numbers: round, loss, accuracies
 
 
+def furnish(round_fn: Round, data: tuple[Examples, Any], key: Key) -> tuple[Examples, Any]:
+    """What clients train on, where a method makes it of what they hold; ``data`` is (examples [S, C, N, ...], ids)."""
+    if (make := round_fn.algorithm.furnish) is None:
+        return data
+
+    def furnished(examples, ids, key):
+        with sharding.under(round_fn.mesh):
+            return make(round_fn.backbone, examples, ids, key)
+
+    placed = sharding.of_clients(round_fn.mesh) if round_fn.mesh else None
+    return jax.jit(furnished, out_shardings=placed)(*data, key), data[1]
+
+
+def run_stage(name: str, state: PyTree, advance: Callable[[PyTree, Any], PyTree], blocks: int) -> PyTree:
+    """A stage of a method's work before round 1, from its beginning to its end, kept nowhere: see ``Workshop``."""
+    for block in range(blocks):
+        state = advance(state, jnp.int32(block))
+    return state
+
+
 def run_blocks(
-    round_fn: Round, state: ServerState, federation: Federation, rounds: int, key: Key, eval_every: int = 1
+    round_fn: Round,
+    state: ServerState,
+    federation: Federation,
+    rounds: int,
+    key: Key,
+    eval_every: int = 1,
+    stage: Callable = run_stage,
 ) -> Iterator[Block]:
     """Run from ``state.round`` to round ``rounds``, yielding after every ``eval_every`` rounds. Consumes ``state``.
 
-    Raises ``ValueError`` for sizes that do not fit before anything runs, ``NotFinite`` when training breaks down (the
-    block before it was the last good one).
+    ``stage`` runs a part of what a method does before round 1 (``Workshop.stage``). Raises ``ValueError`` for sizes that
+    do not fit before anything runs, ``NotFinite`` when training breaks down (the block before it was the last good one).
     """
     check_fit(round_fn, federation)
     done = int(state.round)
@@ -135,10 +175,13 @@ def run_blocks(
             f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
             "number of rounds."
         )
+    data = furnish(round_fn, federation.data, jax.random.fold_in(key, FURNISHING))
     if done == 0:
-        state = round_fn.algorithm.prepare(round_fn.backbone, state, federation.data, key)
+        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
+        with sharding.under(round_fn.mesh):
+            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
     while done < rounds:
-        state, info = round_fn.block(state, federation.data, key, length=eval_every)
+        state, info = round_fn.block(state, data, key, length=eval_every)
         info = sharding.fetch(info)
         check_finite(info, done)
         done += eval_every
@@ -179,7 +222,7 @@ def check_rule(backbone: Backbone, rule: Aggregator) -> None:
         mask, labels = jnp.ones(1, bool), jnp.zeros(1, jnp.int32)
         examples = Examples(inputs, labels, mask, labels)
         seen = Seen(backbone.dense_inputs(variables, inputs), mask) if rule.watches else None
-        return rule.measure(backbone, variables, examples, jax.random.key(0), seen)
+        return rule.measure(backbone, variables, variables, examples, jax.random.key(0), seen)
 
     variables = jax.eval_shape(backbone.init, jax.random.key(0))
     jax.eval_shape(once, variables, jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32))

@@ -226,6 +226,24 @@ def whole_stations(clients: PyTree) -> PyTree:
     return jax.shard_map(_join, in_specs=given, out_specs=out, check_vma=False)(clients)
 
 
+def whole(parts: PyTree, axes: Sequence[str] = (STATION,)) -> PyTree:
+    """Arrays [S, ...] (or with both ``AXES`` [S, C, ...]) so that every device has all of them: what a rule sorts, or
+    everyone reads."""
+    if not _axes():
+        return parts
+
+    def one(x):
+        for axis, name in enumerate(axes):
+            shape = (*x.shape[:axis], x.shape[axis] * jax.lax.axis_size(name), *x.shape[axis + 1 :])
+            start = jax.lax.axis_index(name) * x.shape[axis]
+            x = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, start, axis)
+        bits = x.astype(jnp.uint8) if x.dtype == bool else x
+        return jax.lax.psum(bits, tuple(axes)).astype(x.dtype)
+
+    together = lambda parts: jax.tree.map(one, parts)
+    return jax.shard_map(together, in_specs=PartitionSpec(*axes), out_specs=PartitionSpec(), check_vma=False)(parts)
+
+
 def take_clients(clients: PyTree, picked: Int[Array, "S P"]) -> PyTree:
     """Arrays [S, C, ...] of the picked clients only, [S, P, ...]; ``picked`` is whole on every device of a station."""
 

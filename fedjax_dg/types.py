@@ -55,6 +55,7 @@ class Received(NamedTuple):
     station: PyTree  # the algorithm's state at this client's station
     origin: PyTree  # this client's state when the server round began
     round: Int[Array, ""] | int = 0  # server rounds done before this one, for schedules
+    server: Variables | tuple = ()  # the server's model when the server round began
 
 
 class Local(NamedTuple):
@@ -75,6 +76,16 @@ class Seen(NamedTuple):
     mask: Bool[Array, " M"]
 
 
+class Workshop(NamedTuple):
+    """What an algorithm has for its work before round 1 (``Algorithm.prepare``)."""
+
+    topology: Topology
+    chunk: int  # see ``local.map_clients``
+    #: (name, state, advance, blocks) -> state: ``state = advance(state, block)`` for block 0, 1, ... A run folder keeps
+    #: the state after each and goes on from there, so ``advance`` must depend on its arguments alone.
+    stage: Callable[..., PyTree]
+
+
 class Start(NamedTuple):
     """An algorithm's states before round 1. ``variables`` may have gained trainable parts."""
 
@@ -92,7 +103,7 @@ def _adapt(backbone):
     return backbone
 
 
-def _prepare(backbone, state, data, key):
+def _prepare(backbone, state, data, key, workshop):
     return state
 
 
@@ -135,8 +146,11 @@ class Algorithm(NamedTuple):
     adapt: Callable[..., Any] = _adapt
     #: (backbone, variables, key) -> Start: states before round 1; the client state is drawn once per client.
     init: Callable[..., Start] = _start
-    #: (backbone, state, data, key) -> state: once before round 1, outside the round's program.
+    #: (backbone, state, data, key, workshop) -> state: once before round 1, outside the round's program.
     prepare: Callable[..., ServerState] = _prepare
+    #: (backbone, examples [S, C, N, ...], ids [S, C], key) -> examples: what clients train on instead of what they hold,
+    #: made whenever a run starts or goes on.
+    furnish: Callable[..., Examples] | None = None
     #: (backbone, received, client, examples, key) -> (client, message): an extra pass at the server round's start.
     survey: Callable[..., tuple[PyTree, PyTree]] | None = None
     #: (shared, stations [S], messages [S, P], shares [S, P]) -> (shared, stations): after the survey.
@@ -163,7 +177,7 @@ def _no_state(variables, num_models):
     return ()
 
 
-def _no_message(backbone, variables, examples, key, seen):
+def _no_message(backbone, start, variables, examples, key, seen):
     return ()
 
 
@@ -184,8 +198,9 @@ class Aggregator(NamedTuple):
     merge: Callable[..., tuple[Variables, PyTree, Metrics]]
     #: (variables, num_models) -> state: what this rule remembers between merges (a server optimizer's momentum).
     init: Callable[..., PyTree] = _no_state
-    #: (backbone, variables, examples, key, seen) -> message: what a client computes for this rule, with its trained model,
-    #: or with its station's merged one (``at_station``). ``seen`` is None unless the rule ``watches``.
+    #: (backbone, start, variables, examples, key, seen) -> message: what a client computes for this rule, with its trained
+    #: model, or with its station's merged one (``at_station``). ``start``: the tier's model before, as in ``merge``.
+    #: ``seen`` is None unless the rule ``watches``.
     measure: Callable[..., PyTree] = _no_message
     #: ``measure`` wants ``Seen``, from training: the algorithm's steps must show it (``Local.seen``).
     watches: bool = False

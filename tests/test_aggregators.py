@@ -230,7 +230,7 @@ def test_hfedatm_without_its_parts_is_the_mean_by_clients():
     result, info = merged(start, models, {}, fot=False, regmean=False)
     near(result, weighted(models), 1e-6)
     assert info == {}
-    assert rule.measure(None, None, None, None, ()) == {}
+    assert rule.measure(None, None, None, None, None, ()) == {}
     assert rule.combine({}, GAMMA) == {}
     plain = mean("clients")
     near(plain.merge(None, (), start, models, GAMMA, ())[0], result, 1e-6)
@@ -395,7 +395,7 @@ def lenet5_message(places):
     examples = Examples(images, shape(jnp.int32), shape(jnp.bool_), shape(jnp.int32))
     key = jax.random.key(0)
     rule = hfedatm(gram_at="client")
-    return jax.eval_shape(lambda v, e: rule.measure(backbone, v, e, key, ()), model("lenet5", 0), examples)
+    return jax.eval_shape(lambda v, e: rule.measure(backbone, v, v, e, key, ()), model("lenet5", 0), examples)
 
 
 def test_hfedatm_uploads_as_many_floats_as_it_says():
@@ -415,6 +415,7 @@ def test_hfedatm_measures_by_its_gram_rule():
     examples = jax.tree.map(lambda x: x[0, 0], tiny_federation([[7]]).clients)
     for gram, rows in (("sum", 7.0), ("mean", 1.0)):
         rule = hfedatm(gram=gram, gram_at="client")
-        message = rule.measure(backbone_of("tiny"), model("tiny", 0), examples, None, ())
+        start = model("tiny", 0)
+        message = rule.measure(backbone_of("tiny"), start, start, examples, None, ())
         assert sorted(message) == ["dense", "head"]
         assert all(statistics.rows == rows for statistics in message.values())

@@ -253,7 +253,7 @@ def test_layers_that_read_the_same_share_one_gram():
 
     @jax.jit
     def merged(models, tokens):
-        measure = lambda model, x: rule.measure(ATTENTION, model, Examples(x, no, no == 0, no), None, ())
+        measure = lambda model, x: rule.measure(ATTENTION, model, model, Examples(x, no, no == 0, no), None, ())
         messages = jax.vmap(measure)(models, tokens)
         return messages, rule.merge(ATTENTION, (), tree.take(models, 0), models, jnp.ones(2), messages)
 

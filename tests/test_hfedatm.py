@@ -188,7 +188,7 @@ def test_the_last_pass_covers_every_example_once(options, rows):
     def watched():
         received = Received(start, (), (), ())
         seen = local.train(BACKBONE, algorithm, topology, rules, received, (), examples, KEY).seen
-        return rules[1].measure(BACKBONE, start, examples, KEY, seen)
+        return rules[1].measure(BACKBONE, start, start, examples, KEY, seen)
 
     grams = watched()
     assert grams["dense"].rows == rows

@@ -553,8 +553,8 @@ def test_fish_steps_through_the_domains_in_either_order():
 def test_too_few_ids_are_told_before_round_one(method, key):
     federation = tiny_federation([[3, 2]], domains=2)
     with pytest.raises(ValueError, match="num_domains=1.*num_domains=2"):
-        method(num_domains=1).prepare(BACKBONE, (), federation.data, key)
-    assert method(num_domains=2).prepare(BACKBONE, ("state",), federation.data, key) == ("state",)
+        method(num_domains=1).prepare(BACKBONE, (), federation.data, key, None)
+    assert method(num_domains=2).prepare(BACKBONE, ("state",), federation.data, key, None) == ("state",)
 
 
 def test_a_run_with_too_few_ids_does_not_start(key):

@@ -121,7 +121,7 @@ def hfedatm(
         return rule._replace(combine=lambda messages, weights: {}, measure=lambda *_: {})
     finish = per_row if gram == "mean" else lambda grams: grams
 
-    def measure(backbone, variables, examples, key, seen):
+    def measure(backbone, start, variables, examples, key, seen):
         if gram_at == "training":
             return finish(statistics_of(backbone, seen.inputs, seen.mask, form))
         return finish(measure_grams(backbone, variables, examples, form))

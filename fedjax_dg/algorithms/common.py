@@ -118,7 +118,7 @@ def summed_gradient(loss: Callable, params: PyTree, examples: Examples) -> tuple
 def check_domains(num_domains: int) -> Callable:
     """An ``Algorithm.prepare`` that changes nothing: ``ValueError`` when clients hold ids of ``num_domains`` or above."""
 
-    def prepare(backbone, state, data, key):
+    def prepare(backbone, state, data, key, workshop):
         examples: Examples = data[0]
         largest = int(np.asarray(jnp.where(examples.mask, examples.domain, 0).max()))
         if largest >= num_domains:

@@ -339,7 +339,7 @@ def uploads(round_fn, rule, state, places):
         local = Local(state.variables, optimizer, own, tally)
         _, reported = algorithm.report(backbone, received, local, jnp.int32(1), examples, key)
         seen = Seen(backbone.dense_inputs(state.variables, examples.inputs), examples.mask) if rule.watches else None
-        return surveyed, reported, rule.measure(backbone, state.variables, examples, key, seen)
+        return surveyed, reported, rule.measure(backbone, state.variables, state.variables, examples, key, seen)
 
     return jax.eval_shape(messages, state, client(tiny_federation([[places]]).clients), KEY)
 
