@@ -1,4 +1,4 @@
-"""The command line: ``fedjax-dg run | table | plot | data``. A thin layer over functions that Python has too."""
+"""The command line: ``fedjax-dg run | table | plot | data | traffic``. A thin layer over functions that Python has too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,19 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from fedjax_dg import datasets, sharding
-from fedjax_dg.config import RunConfig, check, names, parse_settings, read_toml
+from fedjax_dg.aggregators import AGGREGATORS
+from fedjax_dg.backbones import BACKBONES
+from fedjax_dg.config import (
+    RunConfig,
+    build_aggregator,
+    build_algorithm,
+    check,
+    names,
+    parse_settings,
+    read_toml,
+    topology,
+)
+from fedjax_dg.errors import unknown
 from fedjax_dg.estimate import duration
 from fedjax_dg.experiment import (
     Grid,
@@ -34,6 +46,7 @@ from fedjax_dg.experiment import (
 )
 from fedjax_dg.plots import plot_alignment
 from fedjax_dg.results import Cell, RunFolder, read_json, rows
+from fedjax_dg.traffic import Traffic, as_json, traffic_of
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
                 "table": _table_command(console),
                 "plot": _plot_command(console),
                 "data": _data_command(console),
+                "traffic": _traffic_command(console),
             },
             prog="fedjax-dg",
             description="Federated domain generalization in JAX.",
@@ -195,6 +209,93 @@ def _data_command(console: Console):
     return data
 
 
+@dataclass(frozen=True)
+class TrafficOptions:
+    """What travels between a client and its server, read off shapes; nothing is trained."""
+
+    algorithm: str = "fedavg"
+    aggregator: str = "mean"
+    """The server rule."""
+    station_aggregator: str = "mean"
+    """The stations' rule."""
+    backbone: str = "lenet5"
+    num_classes: int = 7
+    num_domains: int = 3
+    """Source domains."""
+    image_size: int | None = None
+    """One side of the images; by default the backbone's own."""
+    stations: int = 1
+    clients_per_station: int = 3
+    station_rounds: int = 1
+    rounds: int = 20
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """An option of the algorithm or the aggregator; may be given several times."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def _traffic_command(console: Console):
+    def traffic(options: tyro.conf.OmitArgPrefixes[TrafficOptions] = TrafficOptions()) -> int:
+        found = traffic_of_options(options)
+        if options.json:
+            console.print_json(json.dumps(as_json(found)))
+        else:
+            show_traffic(console, found)
+        return 0
+
+    traffic.__doc__ = TrafficOptions.__doc__
+    return traffic
+
+
+def traffic_of_options(options: TrafficOptions) -> Traffic:
+    """``traffic.traffic_of`` for names. Raises ``ValueError`` for what does not fit."""
+    shared = ("algorithm", "aggregator", "backbone", "stations", "clients_per_station", "station_rounds", "rounds")
+    config = check(
+        RunConfig(
+            **{name: getattr(options, name) for name in shared}, settings=parse_settings(options.set), eval_every=1
+        )
+    )
+    if len(names(config.aggregator)) > 1:
+        raise ValueError(f"aggregator={config.aggregator!r} names several server rules: give one.")
+    if options.station_aggregator not in AGGREGATORS:
+        raise unknown("aggregator", options.station_aggregator, AGGREGATORS)
+    for name in ("num_classes", "num_domains"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name}={getattr(options, name)} is not positive: give 1 or more.")
+    size = {} if options.image_size is None else {"image_size": options.image_size}
+    sizes = {"num_domains": options.num_domains, "num_sources": options.num_domains}
+    return traffic_of(
+        BACKBONES[config.backbone](options.num_classes, **size),
+        build_algorithm(config, **sizes),
+        topology(config),
+        options.rounds,
+        build_aggregator(config, config.aggregator),
+        AGGREGATORS[options.station_aggregator](),
+    )
+
+
+def show_traffic(console: Console, found: Traffic) -> None:
+    """Print what travels, how much of it there is, and what it tells."""
+    parts = Table("part", "floats", "bytes", "where", "kept until", title="Sizes")
+    for name, part in found.parts.items():
+        parts.add_row(name, f"{part.size.floats:,}", f"{part.size.bytes:,}", part.place, part.until)
+    ways = Table("one client", "floats up", "floats down", "MB up", "MB down", title="Traffic")
+    for name, both in (
+        ("before round 1", found.before),
+        ("a round", found.per_round),
+        (f"{found.rounds} rounds", found.per_run),
+    ):
+        floats = (f"{way.floats:,}" for way in both)
+        ways.add_row(name, *floats, *(f"{way.bytes / 1e6:,.2f}" for way in both))
+    told = Table("beside the model's parameters", "seen by", "when", title="What leaves a client")
+    for what, seen_by, when in found.disclosures:
+        told.add_row(what, seen_by, when)
+    for table in (parts, ways, told) if found.disclosures else (parts, ways):
+        for column in table.columns[1:]:
+            column.justify = "right" if "floats" in str(column.header) or "bytes" in str(column.header) else "left"
+        console.print(table)
+
+
 def show_table(console: Console, cells: list[dict], config: RunConfig) -> None:
     """Print the table of finished cells."""
     header, lines = rows(cells, config.seeds)
@@ -277,14 +378,15 @@ class ProgressBars:
             self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, unit="round", scores="")
             self.bars.advance(self.all, value)
         elif event == "stage":
-            name, done, blocks = value
+            name, done, blocks, numbers = value
+            text = "  ".join(f"{key.replace('_', ' ')} {number:.3f}" for key, number in numbers.items())
             if (cell, name) not in self.stages:
                 title = f"{cell.held_out}, seed {cell.seed}: {name}"
                 self.stages[cell, name] = self.bars.add_task(title, total=blocks, unit="part", scores="")
-            self.bars.update(self.stages[cell, name], completed=done)
+            self.bars.update(self.stages[cell, name], completed=done, scores=text)
             if done == blocks:
                 self.bars.remove_task(self.stages.pop((cell, name)))
-                self.console.print(f"{cell.name}: {name} done", highlight=False)
+                self.console.print(f"{cell.name}: {name} done  {text}", highlight=False)
         elif event == "record":
             text = f"loss {value['train_loss']:.3f}  held-out {100 * value['accuracy']:.1f} %"
             step = value["round"] - self.bars.tasks[self.bars.task_ids.index(self.tasks[cell])].completed

@@ -228,14 +228,16 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     return number
 
 
+# what ``--set`` does not change: sizes that the data set tells, and what is no number or word
+NOT_SET = ("optimizer", "num_domains", "num_sources", "gammas")
+
+
 def algorithm_options(name: str) -> dict[str, Any]:
     """What ``--set`` can change of an algorithm, with defaults: its traced hyper-parameters and its static options."""
     parameters = dict(inspect.signature(ALGORITHMS[name]).parameters)
     hparams = parameters.pop("hparams").default._asdict()
     hparams.pop("client_lr")
-    return hparams | {
-        key: p.default for key, p in parameters.items() if key not in ("optimizer", "num_domains", "gammas")
-    }
+    return hparams | {key: p.default for key, p in parameters.items() if key not in NOT_SET}
 
 
 def aggregator_options(name: str) -> dict[str, Any]:
@@ -259,15 +261,14 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
     return in_precision(backbone, config.precision)
 
 
-def build_algorithm(config: RunConfig, num_domains: int | None = None) -> Algorithm:
-    """The algorithm a configuration names, with its hyper-parameters, for a data set of ``num_domains``."""
+def build_algorithm(config: RunConfig, **sizes: int) -> Algorithm:
+    """The algorithm a configuration names, with its hyper-parameters; those of the ``sizes`` of a data set that it takes."""
     factory: Callable = ALGORITHMS[config.algorithm]
     given = {k: v for k, v in config.settings.items() if k in algorithm_options(config.algorithm)}
     hparams = inspect.signature(factory).parameters["hparams"].default._replace(client_lr=config.client_lr)
     hparams = hparams._replace(**{k: given.pop(k) for k in hparams._fields if k in given})
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
-    if num_domains is not None and "num_domains" in inspect.signature(factory).parameters:
-        given["num_domains"] = num_domains
+    given |= {name: size for name, size in sizes.items() if name in inspect.signature(factory).parameters}
     algorithm = factory(hparams, **optimizer, **given)
     if config.bn_pool == "local":
         algorithm = keep_batch_stats(algorithm)

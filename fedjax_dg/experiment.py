@@ -105,11 +105,18 @@ def backbone_of(grid: Grid) -> Backbone:
     return build_backbone(grid.config, len(grid.domains.class_names), grid.domains.inputs.shape[1:3])
 
 
+def sizes_of(grid: Grid) -> dict[str, int]:
+    """What a method may have to know of the data set: how many domains it has, and how many of them are trained on."""
+    federation = next(iter(grid.federations.values()))
+    held = federation.counts().sum((0, 1)) > 0
+    return {"num_domains": len(grid.domains.domain_names), "num_sources": int(held.sum())}
+
+
 def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
     config = grid.config
     to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting, pooling(config))
-    backbone, algorithm = backbone_of(grid), build_algorithm(config, len(grid.domains.domain_names))
+    backbone, algorithm = backbone_of(grid), build_algorithm(config, **sizes_of(grid))
     round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
     check_fit(round_fn, next(iter(grid.federations.values())))
     return round_fn
@@ -190,8 +197,7 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder, repor
     if checkpoints.latest() is not None:
         arrays, notes = checkpoints.restore(arrays_of(state, variables, key))
         state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
-    told = lambda name, done, blocks: report("stage", cell, (name, done, blocks))
-    stage = functools.partial(run_stage_in, folder, cell, told)
+    stage = functools.partial(run_stage_in, folder, cell, report)
     blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every, stage)
     best = jax.tree.map(np.array, variables)
     return CellRun(
@@ -200,21 +206,27 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder, repor
 
 
 def run_stage_in(
-    folder: RunFolder, cell: Cell, told: Callable, name: str, state: PyTree, advance: Callable, blocks: int
+    folder: RunFolder,
+    cell: Cell,
+    report: Callable,
+    name: str,
+    state: PyTree,
+    advance: Callable,
+    blocks: int,
+    tell: Callable[[PyTree], dict[str, Any]] | None = None,
 ) -> PyTree:
-    """``run.run_stage`` with the state kept in the run folder after every block; goes on from the newest one.
-
-    ``told(name, blocks done, blocks)`` is called before the first block and after each.
-    """
+    """``run.run_stage`` whose state and numbers go into the run folder after every block; goes on from the newest."""
     checkpoints = folder.checkpoints(cell, stage=name)
     done = checkpoints.latest() or 0
     if done:
         state = checkpoints.restore(state).arrays
-    told(name, done, blocks)
+    report("stage", cell, (name, done, blocks, {}))
     for block in range(done, blocks):
         state = advance(state, jnp.int32(block))
+        numbers = {k: float(v) for k, v in (tell(state) if tell else {}).items()}
         checkpoints.save(Progress(state, {"round": block + 1}))
-        told(name, block + 1, blocks)
+        folder.add_metrics(cell, {"round": 0, "stage": name, "block": block + 1, **numbers})
+        report("stage", cell, (name, block + 1, blocks, numbers))
     checkpoints.close()
     return state
 
@@ -251,7 +263,7 @@ def run_grid(
     """Run every cell that is not finished; results of all finished cells, and those that failed.
 
     ``jobs`` cells at a time (``default_jobs``); the numbers do not depend on it. ``report(event, cell, value)`` is told
-    ``compiled`` (seconds), ``start`` (rounds done), ``stage`` (name, blocks done, blocks), ``record``, ``done`` and
+    ``compiled`` (seconds), ``start`` (rounds done), ``stage`` (name, blocks done, blocks, numbers), ``record``, ``done`` and
     ``failed``. A cell whose training breaks down
     is left at its last good checkpoint; the others go on.
     """

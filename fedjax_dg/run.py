@@ -147,7 +147,13 @@ def furnish(round_fn: Round, data: tuple[Examples, Any], key: Key) -> tuple[Exam
     return jax.jit(furnished, out_shardings=placed)(*data, key), data[1]
 
 
-def run_stage(name: str, state: PyTree, advance: Callable[[PyTree, Any], PyTree], blocks: int) -> PyTree:
+def run_stage(
+    name: str,
+    state: PyTree,
+    advance: Callable[[PyTree, Any], PyTree],
+    blocks: int,
+    tell: Callable[[PyTree], dict[str, Any]] | None = None,
+) -> PyTree:
     """A stage of a method's work before round 1, from its beginning to its end, kept nowhere: see ``Workshop``."""
     for block in range(blocks):
         state = advance(state, jnp.int32(block))

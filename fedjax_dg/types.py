@@ -81,9 +81,25 @@ class Workshop(NamedTuple):
 
     topology: Topology
     chunk: int  # see ``local.map_clients``
-    #: (name, state, advance, blocks) -> state: ``state = advance(state, block)`` for block 0, 1, ... A run folder keeps
-    #: the state after each and goes on from there, so ``advance`` must depend on its arguments alone.
+    #: (name, state, advance, blocks, tell) -> state: ``state = advance(state, block)`` for block 0, 1, ... A run folder
+    #: keeps the state after each and goes on from there. ``tell(state)``, if given, is a few numbers for a human.
     stage: Callable[..., PyTree]
+
+
+class Before(NamedTuple):
+    """What moves before round 1, and what the server keeps until then: trees of shapes by name, for ``traffic``."""
+
+    up: dict[str, PyTree] = {}  # from each client
+    down: dict[str, PyTree] = {}  # to each client; the server's state is then not sent again
+    server: dict[str, PyTree] = {}
+
+
+class Disclosure(NamedTuple):
+    """A statistic of a client's data that leaves it beside its model's parameters."""
+
+    what: str
+    seen_by: str
+    when: str = "every round"
 
 
 class Start(NamedTuple):
@@ -105,6 +121,10 @@ def _adapt(backbone):
 
 def _prepare(backbone, state, data, key, workshop):
     return state
+
+
+def _before(backbone):
+    return Before()
 
 
 def _begin(backbone, received, client):
@@ -171,6 +191,10 @@ class Algorithm(NamedTuple):
     #: every part of the method.
     local_epochs: int = 1
     least_epochs: int = 1
+    #: backbone -> Before: sizes of what ``prepare`` and ``furnish`` send and keep, for ``traffic``.
+    before: Callable[..., Before] = _before
+    #: What the messages of this method tell about a client's data, and to whom.
+    discloses: tuple[Disclosure, ...] = ()
 
 
 def _no_state(variables, num_models):
@@ -214,6 +238,8 @@ class Aggregator(NamedTuple):
     target: Callable[..., Variables] = _start_model
     #: Measure with the station's merged model after the last station round, instead of with each client's own.
     at_station: bool = False
+    #: What its messages tell about a client's data, and to whom.
+    discloses: tuple[Disclosure, ...] = ()
 
 
 class ServerState(NamedTuple):

@@ -29,6 +29,7 @@ def script(name):
     return module
 
 
+@pytest.mark.slow
 def test_a_small_round_writes_the_stated_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     sizes = [f"--{name}=1" for name in ("stations", "clients", "examples")]

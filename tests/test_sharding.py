@@ -134,7 +134,7 @@ def state_after(federation, devices, rounds, algorithm=scaffold, rule=mean, **op
     return program(state, data, key), set(sharding.collectives(program))
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_partial_participation_is_the_same_on_a_mesh(devices):
     """Two of four clients a round; their states come from and return to devices of other clients."""
     federation = tiny_federation(SIZES, station_rounds=2, batch_size=2, participants=2)
@@ -163,7 +163,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+# at the station: what is measured there is the one part that takes another way over the mesh
+@pytest.mark.parametrize(
+    "options", [pytest.param(o, marks=() if o == "Grams at the station" else pytest.mark.slow) for o in OPTIONS]
+)
 def test_every_way_of_aligning_is_the_same_on_a_mesh(options):
     federation = tiny_federation([[3, 5], [4, 2], [2, 6], [3, 3]], batch_size=2)
     rule = functools.partial(hfedatm, **OPTIONS[options])

@@ -3,6 +3,7 @@
 from fedjax_dg.aggregators.fedgma import fedgma, masked
 from fedjax_dg.aggregators.grams import Gram, GramForm, LowRankGram, grams_of, measure_grams
 from fedjax_dg.aggregators.hfedatm import hfedatm, hfedatm_literal
+from fedjax_dg.aggregators.importance import importance
 from fedjax_dg.aggregators.mean import BN_POOLS, WEIGHTINGS, fedadam, fedavgm, mean, pool, server_optimizer
 from fedjax_dg.aggregators.regmean import Merged, regmean, shrink
 
@@ -13,6 +14,7 @@ AGGREGATORS = {
     "fedavgm": fedavgm,
     "fedadam": fedadam,
     "fedgma": fedgma,
+    "importance": importance,
 }
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "grams_of",
     "hfedatm",
     "hfedatm_literal",
+    "importance",
     "masked",
     "mean",
     "measure_grams",

@@ -12,6 +12,7 @@ from fedjax_dg.algorithms.fedsr import FedSRHparams, fedsr
 from fedjax_dg.algorithms.fish import FishHparams, fish
 from fedjax_dg.algorithms.groupdro import GroupDROHparams, groupdro
 from fedjax_dg.algorithms.irm import IRMHparams, irm
+from fedjax_dg.algorithms.lsi import LSIHparams, lsi, with_bottleneck
 from fedjax_dg.algorithms.mixup import MixupHparams, mixup
 from fedjax_dg.algorithms.mmd import MMDHparams, mmd
 from fedjax_dg.algorithms.mtgc import MTGCHparams, mtgc
@@ -41,6 +42,7 @@ ALGORITHMS = {
     "mixup": mixup,
     "afl": afl,
     "fedgma": fedgma,
+    "lsi": lsi,
 }
 
 __all__ = [
@@ -64,6 +66,9 @@ __all__ = [
     "irm",
     "MixupHparams",
     "mixup",
+    "LSIHparams",
+    "lsi",
+    "with_bottleneck",
     "MMDHparams",
     "mmd",
     "RSCHparams",

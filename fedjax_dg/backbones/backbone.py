@@ -38,7 +38,8 @@ class Backbone:
     """A network split into features and head (penalties act on z), with the symmetries that merging needs.
 
     ``module`` is a Linen module with methods ``features(x, train, mask) -> z [B, D]`` (``mask`` [B] marks real rows, for
-    layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``.
+    layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``; where the
+    head looks across a batch too, ``classify_training(z, mask)`` for ``forward``.
     Image networks also have the two halves of ``features``: ``maps(x, train, mask) -> [B, H, W, C]``, their last feature
     map, and ``reduce(maps, train) -> z``.
     ``groups`` are its permutation symmetries (see ``alignment``).
@@ -79,7 +80,7 @@ class Backbone:
 
         def both(module, x):
             z = module.features(x, train=True, mask=mask)
-            return z, module.classify(z)
+            return z, module.classify_training(z, mask) if hasattr(module, "classify_training") else module.classify(z)
 
         options = {"method": both, "mutable": ["batch_stats"], "rngs": {"dropout": key}}
         with tapped() as seen:
