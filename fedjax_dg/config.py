@@ -22,9 +22,9 @@ from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
-POSITIVE += ("fourier", "lambda_p", "growth_rounds")
+POSITIVE += ("fourier", "lambda_p", "growth_rounds", "bank", "mixing_level", "shared_images")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
-SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch")
+SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def algorithm_options(name: str) -> dict[str, Any]:
     hparams = parameters.pop("hparams").default._asdict()
     hparams.pop("client_lr")
     return hparams | {
-        key: p.default for key, p in parameters.items() if key not in ("optimizer", "num_domains", "gammas")
+        key: p.default for key, p in parameters.items() if key not in ("optimizer", "num_domains", "gammas", "codec")
     }
 
 
