@@ -22,9 +22,9 @@ from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
-POSITIVE += ("fourier", "lambda_p", "growth_rounds")
+POSITIVE += ("fourier", "lambda_p", "growth_rounds", "bank", "mixing_level", "shared_images")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
-SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch")
+SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha")
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _typed(key: str, value: Any, default: Any) -> Any:
 
 
 # what ``--set`` does not change: sizes that the data set tells, and what is no number or word
-NOT_SET = ("optimizer", "num_domains", "num_sources", "gammas")
+NOT_SET = ("optimizer", "num_domains", "num_sources", "gammas", "codec")
 
 
 def algorithm_options(name: str) -> dict[str, Any]:

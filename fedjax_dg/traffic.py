@@ -127,7 +127,6 @@ def traffic_of(
     the survey's message and what the server's rule wants. Down: the station's model in every station round, and the
     method's state at server and station once a round, unless it is sent before round 1 once for all.
     """
-    plain = backbone
     rules = algorithm.merging(to_station or mean()), algorithm.merging(to_server or mean())
     backbone = algorithm.adapt(backbone)
     key = jax.random.key(0)
@@ -138,7 +137,9 @@ def traffic_of(
     extra = {name: params.pop(name) for name in list(params) if name not in own}
     pieces = {"encoder": {k: v for k, v in params.items() if k != "head"}, "head": params["head"], **extra}
     pieces["batch_stats"] = start.variables.batch_stats
-    parts = {name: Part(size_of(piece), "clients and server", "the end") for name, piece in pieces.items()}
+    parts = {
+        name: Part(size_of(x), "clients and server", "the end") for name, x in pieces.items() if jax.tree.leaves(x)
+    }
     model = size_of(start.variables)
     survey, report, for_station, for_server = map(size_of, sent)
     moving = {
@@ -161,7 +162,7 @@ def traffic_of(
     down = total([model.times(n + rules[1].at_station), state])
     once = Both(*(total(size_of(x) for x in way.values()) for way in (before.up, before.down)))
     per_run = Both(*(total([first, each.times(rounds)]) for first, each in zip(once, (up, down))))
-    statistics = (FROM_BATCH_NORM,) if jax.tree.leaves(jax.eval_shape(plain.init, key).batch_stats) else ()
+    statistics = (FROM_BATCH_NORM,) if jax.tree.leaves(start.variables.batch_stats) else ()
     told = (*algorithm.discloses, *statistics, *(d for rule in rules for d in rule.discloses))
     return Traffic(parts, once, Both(up, down), per_run, rounds, tuple(dict.fromkeys(told)))
 

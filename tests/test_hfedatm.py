@@ -10,7 +10,7 @@ import pytest
 import reference
 from flax import linen as nn
 from scipy.optimize import linear_sum_assignment
-from tiny import tiny_backbone, tiny_federation
+from tiny import tiny_backbone, tiny_federation, tiny_method
 
 from fedjax_dg import local, make_round, tree
 from fedjax_dg.aggregators import Gram, fedavgm, hfedatm, hfedatm_literal, mean, pool, regmean
@@ -226,7 +226,7 @@ def test_an_algorithm_that_shows_no_forward_pass_is_told_what_to_do():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_shows_what_its_dense_layers_read(name):
-    algorithm = ALGORITHMS[name]()
+    algorithm = tiny_method(name)
     backbone = algorithm.adapt(BACKBONE)
     batch = jax.tree.map(lambda x: x[0, 0], tiny_federation([[4]]).clients)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fedjax_dg.algorithms import ALGORITHMS
+from fedjax_dg.algorithms import ALGORITHMS, Codec
 from fedjax_dg.alignment import Axis, Group
 from fedjax_dg.backbones import Backbone
 from fedjax_dg.backbones.backbone import max_pool
@@ -107,6 +107,14 @@ def tiny_federation(sizes, seed=0, padding=0, fill=0.0, domains=1, **topology) -
 OPTIONS: dict[str, dict] = {name: {"warmup_epochs": 1, "rectify": False} for name in ("fedadg", "stable_fedadg")}
 #: The sharp ones of MMD's kernels enlarge rounding (its docstring) past the tolerances of sums in another order.
 OPTIONS["mmd"] = {"gammas": (0.001, 0.01, 0.1, 1.0)}
+
+#: Two channels mixed, and back: features without a network's files.
+TINY_CODEC = Codec(
+    encode=lambda params, image: image @ params["mix"],
+    decode=lambda params, features: features @ params["back"],
+    params={"mix": np.float32([[1.0, 1.0], [-1.0, 1.0]]), "back": np.float32([[0.5, -0.5], [0.5, 0.5]])},
+)
+OPTIONS["ccst"] = {"codec": TINY_CODEC, "mixing_level": 2}
 
 
 def tiny_method(name, hparams=None, **options) -> Algorithm:

@@ -1,8 +1,10 @@
 """Algorithms: what a client optimises and reports. One method, one file, one line in ``ALGORITHMS``."""
 
 from fedjax_dg.algorithms.afl import AFLHparams, afl
+from fedjax_dg.algorithms.ccst import CCSTHparams, Codec, ccst
 from fedjax_dg.algorithms.common import OPTIMIZERS, gradient_method, gradient_step, keep_batch_stats, keep_optimizer
 from fedjax_dg.algorithms.coral import CoralHparams, coral
+from fedjax_dg.algorithms.elcfs import ELCFSHparams, elcfs
 from fedjax_dg.algorithms.fedadg import FEDADG_CODE, FEDADG_PAPER, FedADGHparams, fedadg
 from fedjax_dg.algorithms.fedavg import FedAvgHparams, fedavg
 from fedjax_dg.algorithms.fedgma import FedGMAHparams, fedgma
@@ -43,6 +45,8 @@ ALGORITHMS = {
     "afl": afl,
     "fedgma": fedgma,
     "lsi": lsi,
+    "elcfs": elcfs,
+    "ccst": ccst,
 }
 
 __all__ = [
@@ -52,8 +56,13 @@ __all__ = [
     "STABLE_FEDADG_PAPER",
     "AFLHparams",
     "afl",
+    "CCSTHparams",
+    "Codec",
+    "ccst",
     "CoralHparams",
     "coral",
+    "ELCFSHparams",
+    "elcfs",
     "FedADGHparams",
     "fedadg",
     "FedGMAHparams",

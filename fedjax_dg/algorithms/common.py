@@ -167,6 +167,11 @@ def _keep(algorithm: Algorithm, first: Callable, get: Callable, put: Callable) -
         start = algorithm.init(backbone, variables, key)
         return start._replace(client=(start.client, first(backbone, start)))
 
+    def prepare(backbone, state, data, key, workshop):
+        inner, kept = state.clients
+        state = algorithm.prepare(backbone, state._replace(clients=inner), data, key, workshop)
+        return state._replace(clients=(state.clients, kept))
+
     def inside(received):
         return received._replace(origin=received.origin[0])
 
@@ -193,4 +198,4 @@ def _keep(algorithm: Algorithm, first: Callable, get: Callable, put: Callable) -
             return (inner, client[1]), message
 
         hooks["survey"] = survey
-    return algorithm._replace(init=init, begin=begin, step=step, report=report, **hooks)
+    return algorithm._replace(init=init, prepare=prepare, begin=begin, step=step, report=report, **hooks)

@@ -23,7 +23,8 @@ from tiny import contract_federation, tiny_backbone, tiny_federation, tiny_metho
 from fedjax_dg import Round, make_round, sharding, tree
 from fedjax_dg.aggregators import AGGREGATORS, mean
 from fedjax_dg.algorithms import ALGORITHMS, keep_optimizer
-from fedjax_dg.types import Local, Received, Seen
+from fedjax_dg.traffic import messages
+from fedjax_dg.types import Start
 
 BACKBONE = tiny_backbone()
 FEDERATION = contract_federation()
@@ -325,23 +326,10 @@ def test_one_station_of_all_clients_is_the_same_federation(algorithm):
 
 
 def uploads(round_fn, rule, state, places):
-    """Shapes of a client's messages when it holds ``places`` examples: survey, report, and the rule's measurements."""
-    algorithm, backbone = round_fn.algorithm, round_fn.backbone
-    client = functools.partial(jax.tree.map, lambda x: x[0, 0])
-
-    def messages(state, examples, key):
-        own, station = client(state.clients), tree.take(state.stations, 0)
-        received = Received(state.variables, state.shared, station, own)
-        surveyed = ()
-        if algorithm.survey is not None:
-            own, surveyed = algorithm.survey(backbone, received, own, examples, key)
-        optimizer, tally = algorithm.begin(backbone, received, own)
-        local = Local(state.variables, optimizer, own, tally)
-        _, reported = algorithm.report(backbone, received, local, jnp.int32(1), examples, key)
-        seen = Seen(backbone.dense_inputs(state.variables, examples.inputs), examples.mask) if rule.watches else None
-        return surveyed, reported, rule.measure(backbone, state.variables, state.variables, examples, key, seen)
-
-    return jax.eval_shape(messages, state, client(tiny_federation([[places]]).clients), KEY)
+    """Shapes of a client's messages when it holds ``places`` examples."""
+    one = lambda x: jax.tree.map(lambda x: x[0], x)
+    start = Start(state.variables, one(one(state.clients)), one(state.stations), state.shared)
+    return messages(round_fn.backbone, round_fn.algorithm, (mean(), rule), start, places)
 
 
 @pytest.mark.parametrize("names", ALL)
