@@ -24,7 +24,7 @@ from fedjax_dg.types import Aggregator, Algorithm, Topology
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
 POSITIVE += ("fourier", "lambda_p", "growth_rounds")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
-SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch")
+SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "magnitude")
 
 
 @dataclass(frozen=True)
