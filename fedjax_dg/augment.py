@@ -42,14 +42,15 @@ def rand_augment(images: Array, key: Key, magnitude: ArrayLike, num_ops: int = 2
     # by row, so that the length of a batch does not matter
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(images)))
     if not pixels:
-        return jax.vmap(one)(images, keys).astype(images.dtype)
+        return jax.vmap(one)(images.astype(jnp.float32), keys).astype(images.dtype)
     return jnp.round(jax.vmap(one)(images / 255.0, keys) * 255.0).astype(jnp.uint8)
 
 
 def _augment(image: Image, key: Key, magnitude: Strength, num_ops: int, pixels: bool) -> Image:
     coloured = (*COLOURING, *LEVELLING) if pixels else COLOURING
     fill = 0.5 if pixels else 0.0
-    for number in range(num_ops):
+
+    def one(number, image):
         op_key, sign_key, place_key = jax.random.split(jax.random.fold_in(key, number), 3)
         strength = magnitude * jax.random.rademacher(sign_key, (), jnp.float32)
         op = jax.random.randint(op_key, (), 0, len(coloured) + MOVES + 1)  # the colours, then the moves, then cutout
@@ -58,8 +59,9 @@ def _augment(image: Image, key: Key, magnitude: Strength, num_ops: int, pixels: 
         image = jax.lax.switch(jnp.where(way < 0, op, 0), coloured, image, strength)
         image = warp(image, *tree.take(moves(strength, image.shape), jnp.where(way < 0, MOVES, way)), fill)
         image = jnp.where((way == MOVES) & cut(place_key, strength, image.shape), fill, image)
-        image = jnp.clip(image, 0.0, 1.0) if pixels else image
-    return image
+        return jnp.clip(image, 0.0, 1.0) if pixels else image
+
+    return jax.lax.fori_loop(0, num_ops, one, image)
 
 
 # --- colours --------------------------------------------------------------------------------------------------------
