@@ -57,7 +57,8 @@ def _augment(image: Image, key: Key, magnitude: Strength, num_ops: int, pixels: 
         way = op - len(coloured)
         # a switch under vmap computes every case, so all that moves pixels is one warp
         image = jax.lax.switch(jnp.where(way < 0, op, 0), coloured, image, strength)
-        image = warp(image, *tree.take(moves(strength, image.shape), jnp.where(way < 0, MOVES, way)), fill)
+        matrix, shift = tree.take(moves(strength, image.shape), jnp.where(way < 0, MOVES, way))
+        image = warp(image, matrix, shift, fill)
         image = jnp.where((way == MOVES) & cut(place_key, strength, image.shape), fill, image)
         return jnp.clip(image, 0.0, 1.0) if pixels else image
 
