@@ -24,7 +24,7 @@ from fedjax_dg.types import Aggregator, Algorithm, Topology
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
 POSITIVE += ("fourier", "lambda_p", "growth_rounds", "bank", "mixing_level", "shared_images")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
-SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha")
+SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha", "magnitude")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def make_round(
     ``estimate.choose_chunk``. ``mesh``: devices to spread over (``sharding.mesh_for``), each with its own clients; the
     federation must be placed on the same. Keep the result and use it for every seed: its compiled program is kept with
     it. ``init(key)`` draws the start of a run; ``init(key, variables)`` starts from given (pretrained) ones of
-    ``backbone``, and draws only what they lack.
+    ``backbone``, and draws only what they lack (see ``Backbone.starts``).
     """
     check_epochs(algorithm, topology)
     to_server, to_station = (algorithm.merging(rule or mean()) for rule in (to_server, to_station))
@@ -91,7 +91,7 @@ def make_round(
         variables_key, key = jax.random.split(key)
         fresh = backbone.init(variables_key)
         if variables is not None:
-            fresh = from_leaves(leaves_of(fresh) | leaves_of(variables))
+            fresh = from_leaves(leaves_of(fresh) | backbone.complete(leaves_of(variables)))
         start = algorithm.init(backbone, fresh, key)
         ids = jnp.arange(topology.stations * topology.clients_per_station).reshape(topology.stations, -1)
         draw = jax.vmap(jax.vmap(lambda i: algorithm.init(backbone, fresh, jax.random.fold_in(key, i)).client))

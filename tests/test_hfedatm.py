@@ -10,7 +10,7 @@ import pytest
 import reference
 from flax import linen as nn
 from scipy.optimize import linear_sum_assignment
-from tiny import tiny_backbone, tiny_federation, tiny_method
+from tiny import backbone_for, tiny_backbone, tiny_federation, tiny_method
 
 from fedjax_dg import local, make_round, tree
 from fedjax_dg.aggregators import Gram, fedavgm, hfedatm, hfedatm_literal, mean, pool, regmean
@@ -227,7 +227,7 @@ def test_an_algorithm_that_shows_no_forward_pass_is_told_what_to_do():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_shows_what_its_dense_layers_read(name):
     algorithm = tiny_method(name)
-    backbone = algorithm.adapt(BACKBONE)
+    backbone = algorithm.adapt(backbone_for(name))
     batch = jax.tree.map(lambda x: x[0, 0], tiny_federation([[4]]).clients)
 
     def one(key):
@@ -504,7 +504,7 @@ def norm_rounds(keep) -> Any:
 def test_a_client_keeps_its_own_batch_statistics():
     """Running means of its own examples alone, round after round; the server's are the mean of all."""
     federation, states = norm_rounds(True)
-    kept = states.clients[1]["norm"]
+    kept = states.clients[1].batch_stats["norm"]
     inputs, mask = np.asarray(federation.clients.inputs), np.asarray(federation.clients.mask)
     present = [(0, 0), (0, 1), (1, 0)]
     for number in range(3):

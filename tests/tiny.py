@@ -8,6 +8,7 @@ from fedjax_dg.algorithms import ALGORITHMS, Codec
 from fedjax_dg.alignment import Axis, Group
 from fedjax_dg.backbones import Backbone
 from fedjax_dg.backbones.backbone import max_pool
+from fedjax_dg.backbones.layers import normalise
 from fedjax_dg.datasets import Domains
 from fedjax_dg.evaluate import EvaluationSet
 from fedjax_dg.federation import Federation
@@ -19,13 +20,16 @@ CLASSES = 3
 class TinyNet(nn.Module):
     """One 3 x 3 convolution (4 filters), a 2 x 2 pool, dense 5, a linear head; for 6 x 6 x 2 images."""
 
+    norm: str | None = None  # after the convolution
+
     def setup(self):
         self.conv = nn.Conv(4, (3, 3), padding="VALID")
         self.dense = nn.Dense(5)
         self.head = nn.Dense(CLASSES)
 
+    @nn.compact
     def maps(self, x, train, mask=None):
-        return nn.relu(max_pool(self.conv(x)))
+        return nn.relu(max_pool(normalise(self.conv(x), self.norm, not train, mask, name="norm")))
 
     def reduce(self, maps, train):
         return nn.tanh(self.dense(maps.reshape(maps.shape[0], -1)))
@@ -40,17 +44,21 @@ class TinyNet(nn.Module):
         return self.classify(self.features(x, train))
 
 
-def tiny_backbone() -> Backbone:
-    """83 + ... parameters: small enough to check by hand, with a convolution, a flatten and two dense layers."""
+def tiny_backbone(norm: str | None = None) -> Backbone:
+    """83 + ... parameters: small enough to check by hand, with a convolution, a flatten and two dense layers.
+
+    ``norm``: None or ``batch``.
+    """
+    of_norm = [f"params/norm/{leaf}" for leaf in ("scale", "bias")] + [f"batch_stats/norm/{s}" for s in ("mean", "var")]
     group = Group(
         name="conv",
         size=4,
         producers=(Axis("params/conv/kernel", 3),),
-        followers=(Axis("params/conv/bias", 0),),
+        followers=(Axis("params/conv/bias", 0), *(Axis(leaf, 0) for leaf in of_norm if norm)),
         consumers=(Axis("params/dense/kernel", 0, 4),),
         grams=(("dense", 4),),
     )
-    return Backbone(TinyNet(), input_shape=(6, 6, 2), num_features=5, num_classes=CLASSES, groups=(group,))
+    return Backbone(TinyNet(norm), input_shape=(6, 6, 2), num_features=5, num_classes=CLASSES, groups=(group,))
 
 
 def tiny_domains(per_domain=30, domains=3, seed=0) -> Domains:
@@ -115,6 +123,15 @@ TINY_CODEC = Codec(
     params={"mix": np.float32([[1.0, 1.0], [-1.0, 1.0]]), "back": np.float32([[0.5, -0.5], [0.5, 0.5]])},
 )
 OPTIONS["ccst"] = {"codec": TINY_CODEC, "mixing_level": 2}
+
+
+#: Which norm the tiny network has, for methods that change a network's norms.
+NORMS = {"gperxan": "batch"}
+
+
+def backbone_for(name: str) -> Backbone:
+    """The tiny network that a method of the table can train."""
+    return tiny_backbone(NORMS.get(name))
 
 
 def tiny_method(name, hparams=None, **options) -> Algorithm:

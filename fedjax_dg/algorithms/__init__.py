@@ -12,9 +12,11 @@ from fedjax_dg.algorithms.fediir import FedIIRHparams, fediir
 from fedjax_dg.algorithms.fedprox import FedProxHparams, fedprox
 from fedjax_dg.algorithms.fedsr import FedSRHparams, fedsr
 from fedjax_dg.algorithms.fish import FishHparams, fish
+from fedjax_dg.algorithms.gperxan import GPerXANHparams, gperxan
 from fedjax_dg.algorithms.groupdro import GroupDROHparams, groupdro
 from fedjax_dg.algorithms.irm import IRMHparams, irm
 from fedjax_dg.algorithms.lsi import LSIHparams, lsi, with_bottleneck
+from fedjax_dg.algorithms.mcgdm import MCGDMHparams, mcgdm
 from fedjax_dg.algorithms.mixup import MixupHparams, mixup
 from fedjax_dg.algorithms.mmd import MMDHparams, mmd
 from fedjax_dg.algorithms.mtgc import MTGCHparams, mtgc
@@ -47,6 +49,8 @@ ALGORITHMS = {
     "lsi": lsi,
     "elcfs": elcfs,
     "ccst": ccst,
+    "gperxan": gperxan,
+    "mcgdm": mcgdm,
 }
 
 __all__ = [
@@ -69,10 +73,14 @@ __all__ = [
     "fedgma",
     "FishHparams",
     "fish",
+    "GPerXANHparams",
+    "gperxan",
     "GroupDROHparams",
     "groupdro",
     "IRMHparams",
     "irm",
+    "MCGDMHparams",
+    "mcgdm",
     "MixupHparams",
     "mixup",
     "LSIHparams",

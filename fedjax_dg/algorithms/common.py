@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedjax_dg import tree
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.local import sum_over_batches
 from fedjax_dg.types import Algorithm, Examples, Local, PyTree, Received, Variables
 
@@ -141,7 +142,9 @@ def keep_optimizer(algorithm: Algorithm) -> Algorithm:
         received = Received(start.variables, start.shared, start.station, start.client)
         return algorithm.begin(backbone, received, start.client)[0]
 
-    return _keep(algorithm, first, lambda local: local.optimizer, lambda local, kept: local._replace(optimizer=kept))
+    return keep_part(
+        algorithm, first, lambda local: local.optimizer, lambda local, kept: local._replace(optimizer=kept)
+    )
 
 
 def keep_batch_stats(algorithm: Algorithm) -> Algorithm:
@@ -151,17 +154,28 @@ def keep_batch_stats(algorithm: Algorithm) -> Algorithm:
     just does not read that. Source of the idea: Li et al., ICLR 2021, https://arxiv.org/abs/2102.07623 (FedBN, which
     keeps the norm's scale and bias local too).
     """
+    return keep_leaves(algorithm, lambda variables: Variables({}, variables.batch_stats))
+
+
+def keep_leaves(algorithm: Algorithm, own: Callable[[Variables], Variables]) -> Algorithm:
+    """The same method with some leaves of the model kept on every client: those that are left by ``own``.
+
+    A client trains with its own ones whatever came down. They are uploaded with the model all the same, so that the
+    server's has means of them, and clients' move along when models are aligned.
+    """
 
     def put(local, kept):
-        return local._replace(variables=local.variables._replace(batch_stats=kept))
+        variables = from_leaves(leaves_of(local.variables) | leaves_of(kept))
+        return local._replace(variables=variables)
 
-    return _keep(
-        algorithm, lambda backbone, start: start.variables.batch_stats, lambda local: local.variables.batch_stats, put
-    )
+    return keep_part(algorithm, lambda backbone, start: own(start.variables), lambda local: own(local.variables), put)
 
 
-def _keep(algorithm: Algorithm, first: Callable, get: Callable, put: Callable) -> Algorithm:
-    """A method whose clients keep a part of ``Local``: ``first(backbone, start)``, then what the last step left."""
+def keep_part(algorithm: Algorithm, first: Callable, get: Callable, put: Callable) -> Algorithm:
+    """A method whose clients keep a part of ``Local``: ``first(backbone, start)``, then what the last step left.
+
+    The client's state is (that of ``algorithm``, the part kept).
+    """
 
     def init(backbone, variables, key):
         start = algorithm.init(backbone, variables, key)

@@ -73,8 +73,8 @@ def leaves_of(variables: Variables) -> dict[str, Any]:
 
 
 def from_leaves(leaves: Mapping[str, Any]) -> Variables:
-    """The model of those leaves; an empty ``batch_stats`` leaves no path behind in the flat form."""
-    return Variables(**{"batch_stats": {}, **traverse_util.unflatten_dict(dict(leaves), sep="/")})
+    """The model of those leaves; where there are no ``batch_stats``, or no ``params``, no path says so."""
+    return Variables(**{"params": {}, "batch_stats": {}, **traverse_util.unflatten_dict(dict(leaves), sep="/")})
 
 
 def take_units(x: Array, order: Order, axis: int, positions: int = 1) -> Array:
@@ -111,19 +111,22 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
     """``state`` with everything in it that lives in the coordinates of ``variables`` put into the new order.
 
     That is: every subtree with the structure and shapes of the parameters, or of those under some of their first names
-    (control variates, mean gradients, optimizer moments), or of the whole model, every ``{layer: Gram}``, and every
-    ``OfFeatures``. Other leaves stay.
+    (control variates, mean gradients, optimizer moments), all ``Variables`` with any of the model's leaves, every
+    ``{layer: Gram}``, and every ``OfFeatures``. Other leaves stay.
     """
 
     def shapes(tree):
         return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
-    like_model, params = shapes(variables), variables.params
+    params, leaves = variables.params, leaves_of(variables)
+    sizes = {name: x.shape for name, x in leaves.items()}
 
     def model_of(node):
-        """The model that ``node`` is, or that has its parameters in place of some; None if it is neither."""
-        if shapes(node) == like_model:
-            return node
+        """The model that has what is in ``node`` in place of its own; None if ``node`` is no part of one."""
+        if isinstance(node, Variables):
+            own = leaves_of(node)
+            fits = bool(own) and all(sizes.get(name) == getattr(x, "shape", ()) for name, x in own.items())
+            return from_leaves(leaves | own) if fits else None
         part = isinstance(node, dict) and bool(node) and set(node) <= set(params)
         if part and shapes(node) == shapes({name: params[name] for name in node}):
             return variables._replace(params={**params, **node})
@@ -154,7 +157,10 @@ def carry(state: PyTree, variables: Variables, groups: tuple[Group, ...], orders
         for group in groups:
             if group.name in orders:
                 whole = permute(whole, group, orders[group.name])
-        return whole if shapes(node) == like_model else {name: whole.params[name] for name in node}
+        if isinstance(node, Variables):
+            moved = leaves_of(whole)
+            return from_leaves({name: moved[name] for name in leaves_of(node)})
+        return {name: whole.params[name] for name in node}
 
     return jax.tree.map(move, state, is_leaf=moves)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
@@ -46,6 +47,7 @@ class Backbone:
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
     ``dtype`` is what layers compute in (``in_precision``); parameters, statistics, features and logits stay float32.
     ``weight_names`` says under which names published checkpoints hold a layer: path below ``params`` -> PyTorch names.
+    ``starts`` says what a leaf starts as where given weights lack it: a copy of another leaf, by name, or a number.
     """
 
     module: Any
@@ -55,6 +57,7 @@ class Backbone:
     groups: tuple[Group, ...] = ()
     transform: Callable[[Array], Array] = scale_pixels
     weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    starts: Mapping[str, str | float] = field(default_factory=dict, compare=False)
     dtype: Any = jnp.float32
 
     def init(self, key: Key, inputs: Array | None = None) -> Variables:
@@ -62,6 +65,18 @@ class Backbone:
         example = jnp.zeros((1, *self.input_shape)) if inputs is None else self.transform(inputs)
         variables = self.module.init(key, example, train=False)
         return Variables(variables["params"], variables.get("batch_stats", {}))
+
+    def complete(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """Given weights by leaf (``alignment.groups.leaves_of``), and what ``starts`` says of those that they lack."""
+        made = dict(leaves)
+        for leaf, start in self.starts.items():
+            if leaf in leaves:
+                continue
+            if not isinstance(start, str):
+                made[leaf] = np.float32(start)
+            elif start in leaves:
+                made[leaf] = leaves[start]
+        return made
 
     def apply(self, variables: Variables, inputs: Array) -> Float[Array, "B K"]:
         """Logits in evaluation mode."""

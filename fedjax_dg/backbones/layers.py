@@ -16,7 +16,7 @@ from fedjax_dg.alignment.groups import Axis, Group
 from fedjax_dg.backbones.convolution import conv_pool, convolution
 from fedjax_dg.errors import unknown
 
-NORMS = ("batch", "group")
+NORMS = ("batch", "group")  # what a network is built with; ``xan`` comes from batch norm (``algorithms.gperxan``)
 NORM_GROUPS = 32  # of a group norm: the number its paper settles on
 
 IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
@@ -69,13 +69,32 @@ class ConvPool(nn.Module):
         return conv_pool(x, kernel, bias, self.activation, self.join)
 
 
+class XAN(nn.Module):
+    """s_1 BN(x) + s_2 IN(x), (s_1, s_2) = softmax(batch_score, instance_score); each norm with its own scale and bias.
+
+    Batch norm's leaves have the names that they have without the other norm, so that its weights fit.
+    """
+
+    def setup(self):
+        self.batch = nn.BatchNorm(momentum=0.9, epsilon=1e-5)
+        nn.share_scope(self, self.batch)
+        self.instance = nn.InstanceNorm(epsilon=1e-5)
+        self.batch_score = self.param("batch_score", nn.initializers.ones_init(), ())
+        self.instance_score = self.param("instance_score", nn.initializers.ones_init(), ())
+
+    def __call__(self, x: Float[Array, "B H W C"], running: bool, where) -> Float[Array, "B H W C"]:
+        share = nn.sigmoid(self.batch_score - self.instance_score)  # the softmax of two
+        batch = self.batch(x, use_running_average=running, mask=where)
+        return share * batch + (1.0 - share) * self.instance(x)
+
+
 def normalise(
     x: Float[Array, "B H W C"], kind: str | None, running: bool, mask: Bool[Array, " B"] | None, name: str
 ) -> Float[Array, "B H W C"]:
-    """Batch norm (PyTorch's momentum 0.1 and epsilon), group norm, or with ``kind=None`` nothing.
+    """Batch norm (PyTorch's momentum 0.1 and epsilon), group norm, ``XAN``, or with ``kind=None`` nothing.
 
-    Batch norm uses its running statistics if ``running``, otherwise those of the real rows, which ``mask`` marks; a batch
-    without any is taken whole, so that nothing is divided by zero.
+    Batch norm, in ``XAN`` too, uses its running statistics if ``running``, otherwise those of the real rows, which ``mask``
+    marks; a batch without any is taken whole, so that nothing is divided by zero.
 
     Deviation from PyTorch: the running variance gathers the biased variance of a batch.
     """
@@ -84,6 +103,8 @@ def normalise(
     if kind == "group":
         return nn.GroupNorm(NORM_GROUPS, epsilon=1e-5, name=name)(x)
     where = None if mask is None else (mask | ~mask.any())[:, None, None, None]
+    if kind == "xan":
+        return XAN(name=name)(x, running, where)
     return nn.BatchNorm(momentum=0.9, epsilon=1e-5, name=name)(x, use_running_average=running, mask=where)
 
 

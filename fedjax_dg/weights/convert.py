@@ -31,7 +31,8 @@ def load(backbone: Backbone, path: str | os.PathLike[str], key: Key | None = Non
     PyTorch's names come from ``backbone.weight_names``. Kernels of convolutions go from [out, in, h, w] to [h, w, in, out],
     those of dense layers from [out, in] to [in, out]; behind a flatten of P positions, which ``backbone.groups`` tells,
     PyTorch's inputs run (channel, position) and ours (position, channel). A dense kernel may also be stored as a
-    convolution [out, channels, h, w] over all positions (timm's VGG). ``num_batches_tracked`` is ignored.
+    convolution [out, channels, h, w] over all positions (timm's VGG). ``num_batches_tracked`` is ignored. What the file
+    lacks starts as ``backbone.starts`` says.
 
     Only the head may have another number of classes, or be absent: it is then drawn with ``key``, by default
     ``jax.random.key(0)``, and a ``UserWarning`` says so.
@@ -65,6 +66,7 @@ def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[
         if name in state:
             array = state.pop(name)  # so that a model is not held twice
             found[leaf] = array if own else _our_layout(array, leaf, shapes[leaf], positions.get(leaf, 1))
+    found = backbone.complete(found)
 
     head = {leaf: x.shape for leaf, x in found.items() if leaf.startswith(HEAD)}
     others = [shape for leaf, shape in head.items() if shape != shapes[leaf]]

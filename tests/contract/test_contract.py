@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from tiny import contract_federation, tiny_backbone, tiny_federation, tiny_method
+from tiny import backbone_for, contract_federation, tiny_federation, tiny_method
 
 from fedjax_dg import Round, make_round, sharding, tree
 from fedjax_dg.aggregators import AGGREGATORS, mean
@@ -26,11 +26,10 @@ from fedjax_dg.algorithms import ALGORITHMS, keep_optimizer
 from fedjax_dg.traffic import messages
 from fedjax_dg.types import Start
 
-BACKBONE = tiny_backbone()
 FEDERATION = contract_federation()
 #: Methods that differ in their hooks; the others differ from FedAvg in the loss or a step alone, and with HFedATM only their
 #: round itself is compiled every day.
-DEEP = ("fedavg", "scaffold", "fediir", "mtgc", "fedsr", "fedadg", "afl")
+DEEP = ("fedavg", "scaffold", "fediir", "mtgc", "fedsr", "fedadg", "afl", "gperxan", "mcgdm")
 KEY = jax.random.key(0)
 # float32 sums in another order
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -72,7 +71,7 @@ def hparams_of(names):
 def build(names, hparams=None, federation=FEDERATION, chunk=1, mesh=None) -> Round:
     algorithm, aggregator = tiny_method(names[0], hparams), AGGREGATORS[names[1]]
     topology = federation.topology._replace(local_epochs=algorithm.least_epochs)
-    return make_round(BACKBONE, algorithm, topology, to_server=aggregator(), chunk=chunk, mesh=mesh)
+    return make_round(backbone_for(names[0]), algorithm, topology, to_server=aggregator(), chunk=chunk, mesh=mesh)
 
 
 def saved(state):
@@ -133,7 +132,7 @@ def test_the_types_stay_with_every_option_at_once(names):
     """Participants, local steps instead of passes, optimizers that persist, the rule at both tiers."""
     federation = tiny_federation([[3, 5, 2, 4], [4, 0, 6, 1]], station_rounds=2, local_steps=3, participants=2)
     algorithm, rule = keep_optimizer(tiny_method(names[0])), AGGREGATORS[names[1]]()
-    round_fn = make_round(BACKBONE, algorithm, federation.topology, to_server=rule, to_station=rule)
+    round_fn = make_round(backbone_for(names[0]), algorithm, federation.topology, to_server=rule, to_station=rule)
     start = jax.eval_shape(round_fn.init, KEY)
     check_types(start, *jax.make_jaxpr(round_fn.step, return_shape=True)(start, federation.data, KEY))
 
@@ -344,7 +343,9 @@ def test_no_example_leaves_a_client(names):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_kept_optimizer_stays_on_the_client(algorithm):
     def sent(kept):
-        round_fn = make_round(BACKBONE, kept, FEDERATION.topology._replace(local_epochs=kept.least_epochs))
+        round_fn = make_round(
+            backbone_for(algorithm), kept, FEDERATION.topology._replace(local_epochs=kept.least_epochs)
+        )
         return uploads(round_fn, mean(), jax.eval_shape(round_fn.init, KEY), 13)
 
     assert sent(keep_optimizer(tiny_method(algorithm))) == sent(tiny_method(algorithm))

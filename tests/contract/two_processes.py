@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
     import numpy as np
-    from tiny import contract_federation, tiny_backbone, tiny_method
+    from tiny import backbone_for, contract_federation, tiny_method
 
     from fedjax_dg import make_round, sharding
     from fedjax_dg.aggregators import AGGREGATORS
@@ -34,9 +34,9 @@ if __name__ == "__main__":
     data = jax.tree.map(own, federation.data)
     for pair in pairs:
         algorithm, aggregator = pair.split("-")
-        algorithm, rule = tiny_method(algorithm), AGGREGATORS[aggregator]()
+        backbone, algorithm, rule = backbone_for(algorithm), tiny_method(algorithm), AGGREGATORS[aggregator]()
         topology = federation.topology._replace(local_epochs=algorithm.least_epochs)
-        round_fn = make_round(tiny_backbone(), algorithm, topology, rule, chunk=1, mesh=mesh)
+        round_fn = make_round(backbone, algorithm, topology, rule, chunk=1, mesh=mesh)
         key = jax.random.key(0)
         state, _ = round_fn.block(round_fn.init(key), data, key, length=3)
         leaves = jax.tree.leaves(sharding.fetch(state))
