@@ -113,6 +113,18 @@ def messages(
     return jax.eval_shape(sent, start)
 
 
+def read_state(algorithm: Algorithm, topology: Topology, start: Start, sent: Sent) -> PyTree:
+    """Shapes of the method's state at the server as clients read it while they train: after the survey, if it has one."""
+    if algorithm.survey is None:
+        return start.shared
+    sizes = topology.stations, topology.participants or topology.clients_per_station
+    stack = lambda tree, axes: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype), tree)
+    shares = jax.ShapeDtypeStruct(sizes, jnp.float32)
+    return jax.eval_shape(
+        algorithm.digest, start.shared, stack(start.station, sizes[:1]), stack(sent.survey, sizes), shares
+    )[0]
+
+
 def traffic_of(
     backbone: Backbone,
     algorithm: Algorithm,
@@ -132,6 +144,7 @@ def traffic_of(
     key = jax.random.key(0)
     start = jax.eval_shape(lambda key: algorithm.init(backbone, backbone.init(key), key), key)
     sent, before = messages(backbone, algorithm, rules, start), algorithm.before(backbone)
+    shared = read_state(algorithm, topology, start, sent) if not before.down else ()
     params = dict(start.variables.params)
     own = jax.eval_shape(backbone.init, key).params
     extra = {name: params.pop(name) for name in list(params) if name not in own}
@@ -147,7 +160,7 @@ def traffic_of(
         "message": (report, "client to station, every station round"),
         "measured for the station": (for_station, "client to station, every station round"),
         "measured for the server": (for_server, "client to server, every round"),
-        "state of the server": (size_of(start.shared) if not before.down else Size(), "server to client, every round"),
+        "state of the server": (size_of(shared), "server to client, every round"),
         "state of the station": (size_of(start.station), "station to client, every round"),
     }
     parts |= {name: Part(size, place, "the round's end") for name, (size, place) in moving.items() if size.floats}

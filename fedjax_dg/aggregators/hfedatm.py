@@ -20,7 +20,7 @@ from fedjax_dg.aggregators.mean import BN_POOLS, pool, weighting_of
 from fedjax_dg.aggregators.regmean import BIASES, merge_layers
 from fedjax_dg.alignment.fot import ASSIGNMENTS, COSTS, MATCHINGS, Matching, align_all
 from fedjax_dg.errors import unknown
-from fedjax_dg.types import Aggregator, Variables
+from fedjax_dg.types import Aggregator, Disclosure, Variables
 
 REFERENCES = ("previous_global", "first")
 GRAM_PLACES = ("training", "client", "station")
@@ -127,7 +127,15 @@ def hfedatm(
         return finish(measure_grams(backbone, variables, examples, form))
 
     return rule._replace(
-        measure=measure, combine=add_grams, at_station=gram_at == "station", watches=gram_at == "training"
+        measure=measure,
+        combine=add_grams,
+        at_station=gram_at == "station",
+        watches=gram_at == "training",
+        discloses=(
+            Disclosure(
+                "Gram matrix of what every dense layer reads, and its sum", "station; its station's sum: server"
+            ),
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from fedjax_dg.algorithms.common import classify, gradient_method, losses_of, momentum
 from fedjax_dg.local import sum_over_batches
-from fedjax_dg.types import Algorithm, Start
+from fedjax_dg.types import Algorithm, Disclosure, Start
 
 
 class AFLHparams(NamedTuple):
@@ -68,7 +68,9 @@ def afl(hparams: AFLHparams = AFLHparams(), optimizer: Callable = momentum) -> A
     def report(backbone, received, local, steps, examples, key):
         return local.client._replace(ratio=ratio_of(received, local.client)), ()
 
-    return gradient_method(loss, optimizer(hparams.client_lr), init=init, survey=survey, digest=digest, report=report)
+    told = Disclosure("mean loss at the received model", "server")
+    hooks = {"init": init, "survey": survey, "digest": digest, "report": report, "discloses": (told,)}
+    return gradient_method(loss, optimizer(hparams.client_lr), **hooks)
 
 
 def threshold(values: Float[Array, "*n"], weights: Float[Array, "*n"], mass: Float[Array, ""]) -> Float[Array, ""]:

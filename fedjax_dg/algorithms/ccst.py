@@ -16,7 +16,7 @@ from fedjax_dg.algorithms.common import classification_loss, gradient_method, mo
 from fedjax_dg.backbones.convolution import NHWC
 from fedjax_dg.errors import unknown
 from fedjax_dg.local import map_clients, take_batch
-from fedjax_dg.types import Algorithm, PyTree
+from fedjax_dg.types import Algorithm, Before, Disclosure, PyTree
 
 STYLES = ("overall", "single")
 EPSILON = 1e-5
@@ -175,7 +175,23 @@ def ccst(
         everyone = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), everything)  # [S, C, ...] as rows
         return map_clients(repaint, (params, paint_key, *everyone), (), (examples, ids))
 
-    return gradient_method(classification_loss, optimizer(hparams.client_lr), adapt=adapt, furnish=furnish)
+    def before(backbone):
+        image = jax.ShapeDtypeStruct(backbone.input_shape, jnp.float32)
+        width = jax.eval_shape(lambda params, x: encoded(params, x), networks.params, image).shape[-1]
+        each = Style(*(jax.eval_shape(lambda: jnp.zeros(width)) for _ in range(2)))
+        return Before(
+            up={"style": each}, down={"style of another client": each, "encoder and decoder": networks.params}
+        )
+
+    what = "all its images together" if style == "overall" else "each shared image"
+    return gradient_method(
+        classification_loss,
+        optimizer(hparams.client_lr),
+        adapt=adapt,
+        furnish=furnish,
+        before=before,
+        discloses=(Disclosure(f"mean and deviation of VGG features of {what}", "all clients", "once"),),
+    )
 
 
 # --- styles ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fedjax_dg import sharding
 from fedjax_dg.algorithms.common import classify, momentum
 from fedjax_dg.errors import unknown
 from fedjax_dg.local import map_clients, take_batch
-from fedjax_dg.types import Algorithm, Examples, Start, Variables
+from fedjax_dg.types import Algorithm, Before, Disclosure, Examples, Start, Variables
 
 MIXINGS = ("uniform", "full")
 ONE_IN = 8  # a client shares one in so many of its images
@@ -135,7 +135,19 @@ def elcfs(
             return pixels
         return jnp.round(255 * jnp.clip(pixels, 0, 1)).astype(jnp.uint8)
 
-    return Algorithm(step=step, adapt=adapt, init=init, prepare=prepare, begin=begin)
+    def before(backbone):
+        rows, columns = low_frequencies(backbone.input_shape, window)
+        spectrum = (len(rows), len(columns), backbone.input_shape[-1])
+        kept = jax.eval_shape(lambda: jnp.zeros((bank, *spectrum)))
+        return Before(
+            up={"amplitudes of an image": jax.eval_shape(lambda: jnp.zeros(spectrum))}, down={"amplitude bank": kept}
+        )
+
+    told = Disclosure(
+        f"amplitudes of one in {ONE_IN} images at the lowest frequencies, and whose they are", "all clients", "once"
+    )
+    hooks = {"adapt": adapt, "init": init, "prepare": prepare, "begin": begin}
+    return Algorithm(step=step, before=before, discloses=(told,), **hooks)
 
 
 # --- amplitudes -----------------------------------------------------------------------------------------------------

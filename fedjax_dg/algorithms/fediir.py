@@ -12,7 +12,7 @@ from jaxtyping import ArrayLike
 
 from fedjax_dg import tree
 from fedjax_dg.algorithms.common import cross_entropy, gradient_method, momentum, summed_gradient
-from fedjax_dg.types import Algorithm, Start, Variables
+from fedjax_dg.types import Algorithm, Disclosure, Start, Variables
 
 
 class FedIIRHparams(NamedTuple):
@@ -64,4 +64,6 @@ def fediir(hparams: FedIIRHparams = FedIIRHparams(), optimizer: Callable = momen
         penalty = optax.tree.norm(optax.tree.sub(gradient, received.shared), squared=True)
         return value + hparams.gamma * penalty, (forward, {"penalty": penalty})
 
-    return gradient_method(loss, optimizer(hparams.client_lr), init=init, survey=survey, digest=digest)
+    told = Disclosure("gradient of the head's loss, summed over all examples, and their number", "server")
+    hooks = {"init": init, "survey": survey, "digest": digest, "discloses": (told,)}
+    return gradient_method(loss, optimizer(hparams.client_lr), **hooks)

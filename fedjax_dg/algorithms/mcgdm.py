@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 from fedjax_dg import sharding, tree
 from fedjax_dg.algorithms.common import cross_entropy, gradient_method, momentum
 from fedjax_dg.augment import rand_augment
-from fedjax_dg.types import Algorithm, Examples, PyTree, Start, Variables
+from fedjax_dg.types import Algorithm, Disclosure, Examples, PyTree, Start, Variables
 
 EPS = 1e-8  # the least product of two lengths that a cosine divides by, PyTorch's
 
@@ -114,7 +114,8 @@ def mcgdm(hparams: MCGDMHparams = MCGDMHparams(), optimizer: Callable = momentum
         return Head({"head": local.variables.params["head"]}, jnp.array(True)), ()
 
     hooks = {"adapt": adapt, "init": init, "survey": survey, "digest": digest, "absorb": absorb, "report": report}
-    return gradient_method(loss, optimizer(hparams.client_lr), **hooks)
+    told = Disclosure("head as it was trained, before any averaging", "all clients")
+    return gradient_method(loss, optimizer(hparams.client_lr), discloses=(told,), **hooks)
 
 
 def head_gradient(z: Float[Array, "B D"], logits: Float[Array, "B K"], batch: Examples) -> HeadGradient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from fedjax_dg.algorithms.common import (
     summed_gradient,
 )
 from fedjax_dg.errors import unknown
-from fedjax_dg.types import Algorithm, PyTree, Start
+from fedjax_dg.types import Algorithm, Disclosure, PyTree, Start
 
 Z_INITS = ("zero", "grad", "persist")
 
@@ -110,6 +110,7 @@ def mtgc(hparams: MTGCHparams = MTGCHparams(), optimizer: Callable = optax.sgd, 
         mean = jax.vmap(tree.weighted_mean)(gradients, shares)
         return shared, stations._replace(gradient=mean, active=jnp.ones_like(stations.active))
 
-    hooks: dict[str, Callable] = {"survey": survey, "digest": digest} if z_init == "grad" else {}
-    hooks |= {"init": init, "report": report, "gather": gather, "absorb": absorb}
+    hooks: dict[str, Any] = {"survey": survey, "digest": digest} if z_init == "grad" else {}
+    told = Disclosure("mean gradient over local training", "station; its station's mean: server")
+    hooks |= {"init": init, "report": report, "gather": gather, "absorb": absorb, "discloses": (told,)}
     return gradient_method(classification_loss, optimizer(hparams.client_lr), correct, **hooks)

@@ -12,7 +12,7 @@ from jaxtyping import ArrayLike
 
 from fedjax_dg import tree
 from fedjax_dg.algorithms.common import classification_loss, gradient_method, mean_gradient
-from fedjax_dg.types import Algorithm, Start
+from fedjax_dg.types import Algorithm, Disclosure, Start
 
 
 class ScaffoldHparams(NamedTuple):
@@ -48,4 +48,6 @@ def scaffold(hparams: ScaffoldHparams = ScaffoldHparams(), optimizer: Callable =
         return jax.tree.map(jnp.add, shared, tree.weighted_sum(changes, shares)), stations
 
     descent = optimizer(hparams.client_lr)
-    return gradient_method(classification_loss, descent, correct, init=init, report=report, absorb=absorb)
+    told = Disclosure("mean gradient over local training, as an increment of c_i", "server")
+    hooks = {"init": init, "report": report, "absorb": absorb, "discloses": (told,)}
+    return gradient_method(classification_loss, descent, correct, **hooks)
