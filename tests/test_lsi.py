@@ -273,50 +273,44 @@ def test_a_translator_learns_to_move_features_between_domains():
 # --- before round 1 -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def prepared_round():
+@pytest.fixture(scope="module")
+def stages():
+    """The first round of a small run: what each stage left and told, the start, the state after the round."""
     federation = tiny_federation([[6, 4], [5, 7], [4, 0]], batch_size=4)
-    round_fn = make_round(tiny_backbone(), lsi(**SMALL), federation.topology, to_server=importance())
-    return round_fn, federation
-
-
-def test_the_stages_run_in_turn_and_leave_the_translator_alone():
-    round_fn, federation = prepared_round()
-    seen = {}
+    round_fn = make_round(tiny_backbone(), lsi(**SMALL), federation.topology)
+    left, told = {}, {}
 
     def stage(name, state, advance, blocks, tell=None):
         state = run_stage(name, state, advance, blocks)
-        seen[name] = jax.tree.map(np.array, state)
-        told = {} if tell is None else {k: float(v) for k, v in tell(state).items()}
-        assert all(np.isfinite(v) for v in told.values())
+        left[name] = jax.tree.map(np.array, state)
+        told[name] = {} if tell is None else {k: float(v) for k, v in tell(state).items()}
         return state
 
     state = round_fn.init(KEY)
-    blocks = run_blocks(round_fn, state, federation, 1, KEY, stage=stage)
-    reached = next(blocks)
-    assert list(seen) == ["heads", "latents", "translator"]
-    heads, counts = seen["heads"]
+    start = jax.tree.map(np.array, state.variables)
+    reached = next(run_blocks(round_fn, state, federation, 1, KEY, stage=stage))
+    return left, told, start, reached.state
+
+
+def test_the_stages_run_in_turn_and_leave_the_translator_alone(stages):
+    left, told, _, state = stages
+    assert list(left) == ["heads", "latents", "translator"]
+    heads, counts = left["heads"]
     np.testing.assert_array_equal(counts.sum(1), [6, 4, 5, 7, 4, 0])
-    assert heads.kernel.shape == (6, 5, CLASSES) and seen["latents"].z.shape == (3, 2, 32, 5)
-    chex.assert_trees_all_equal(reached.state.shared.translator, seen["translator"].translator)
-    np.testing.assert_array_equal(reached.state.shared.sources, [0, 1, 2])
+    assert heads.kernel.shape == (6, 5, CLASSES) and left["latents"].z.shape == (3, 2, 32, 5)
+    assert set(told["translator"]) == {"domain_accuracy", "class_accuracy", "cycle_error"}
+    assert all(np.isfinite(value) for numbers in told.values() for value in numbers.values())
+    chex.assert_trees_all_equal(state.shared.translator, left["translator"].translator)
+    np.testing.assert_array_equal(state.shared.sources, [0, 1, 2])
 
 
-def test_heads_come_from_one_start_and_each_from_its_own_client():
+def test_heads_come_from_one_start_and_each_from_its_own_client(stages):
     """The first stage is local training of FedAvg's loss on the network with a bottleneck."""
-    round_fn, federation = prepared_round()
-    seen = {}
-
-    def stage(name, state, advance, blocks, tell=None):
-        return seen.setdefault(name, run_stage(name, state, advance, blocks))
-
-    state = round_fn.init(KEY)
-    variables = jax.tree.map(np.array, state.variables)
-    next(run_blocks(round_fn, state, federation, 1, KEY, stage=stage))
-    head = seen["heads"][0]
+    left, _, start, _ = stages
+    head = left["heads"][0]
     empty = jax.tree.map(lambda x: x[5], head)  # a client without data keeps the common start
-    np.testing.assert_array_equal(empty.kernel, variables.params["head"]["kernel"])
-    np.testing.assert_array_equal(empty.mean, variables.batch_stats["head_norm"]["mean"])
+    np.testing.assert_array_equal(empty.kernel, start.params["head"]["kernel"])
+    np.testing.assert_array_equal(empty.mean, start.batch_stats["head_norm"]["mean"])
     assert not np.allclose(head.kernel[0], head.kernel[1])
 
 

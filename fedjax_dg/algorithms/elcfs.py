@@ -143,9 +143,8 @@ def elcfs(
             up={"amplitudes of an image": jax.eval_shape(lambda: jnp.zeros(spectrum))}, down={"amplitude bank": kept}
         )
 
-    told = Disclosure(
-        f"amplitudes of one in {ONE_IN} images at the lowest frequencies, and whose they are", "all clients", "once"
-    )
+    what = f"amplitudes of one in {ONE_IN} images at the lowest frequencies, with the owner's id"
+    told = Disclosure(what, "all clients", "once")
     hooks = {"adapt": adapt, "init": init, "prepare": prepare, "begin": begin}
     return Algorithm(step=step, before=before, discloses=(told,), **hooks)
 

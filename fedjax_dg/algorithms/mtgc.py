@@ -111,6 +111,6 @@ def mtgc(hparams: MTGCHparams = MTGCHparams(), optimizer: Callable = optax.sgd, 
         return shared, stations._replace(gradient=mean, active=jnp.ones_like(stations.active))
 
     hooks: dict[str, Any] = {"survey": survey, "digest": digest} if z_init == "grad" else {}
-    told = Disclosure("mean gradient over local training", "station; its station's mean: server")
+    told = Disclosure("mean gradient over local training", "station; their mean: server")
     hooks |= {"init": init, "report": report, "gather": gather, "absorb": absorb, "discloses": (told,)}
     return gradient_method(classification_loss, optimizer(hparams.client_lr), correct, **hooks)
