@@ -110,21 +110,24 @@ def feddg_ga(
 
     def init(variables, num_models):
         nothing = jnp.zeros(num_models)
-        return Weights(jnp.full(num_models, 1.0 / num_models), nothing, nothing > 0, jnp.int32(0))
+        return Weights(jnp.full_like(nothing, 1.0 / num_models), nothing, nothing > 0, jnp.int32(0))
 
-    def merge(backbone, state: Weights, start, models, weights, messages: Told):
-        told, weights = sharding.whole((messages, weights))
-        present, count = weights > 0, jnp.maximum(told.count, 1.0)
+    def update(numbers, state: Weights, told: Told, weights) -> Weights:
+        (step, decay_rounds), present, count = numbers, weights > 0, jnp.maximum(told.count, 1.0)
         received, trained = told.received / count, told.trained / count
         compared = present & state.known
         least = STILL * jnp.where(compared, jnp.abs(received) + jnp.abs(state.local), 0.0).max()
-        decayed = step * jnp.maximum(1.0 - (state.merges - 1) / decay_rounds, 0.0)  # r of the merge that is judged
-        a = adjust(state.a, sign * (received - state.local), compared, decayed, form, least)
+        size = step * jnp.maximum(1.0 - (state.merges - 1) / decay_rounds, 0.0)  # r of the merge that is judged
+        a = adjust(state.a, sign * (received - state.local), compared, size, form, least)
         a = jnp.where(present, a, 0.0)
         a = jnp.where(a.sum() > 0, a, present.astype(a.dtype))
-        a = a / jnp.maximum(a.sum(), 1e-12)
-        merged = tree.where(present.any(), pool(models, a, bn_pool), start)
-        return merged, Weights(a, trained, present, state.merges + 1), {"a": a}
+        return Weights(a / jnp.maximum(a.sum(), 1e-12), trained, present, state.merges + 1)
+
+    def merge(backbone, state: Weights, start, models, weights, messages: Told):
+        known = sharding.whole((messages, weights))
+        state = sharding.alike(update, (step, decay_rounds), state, *known)
+        merged = tree.where(weights.sum() > 0, pool(models, state.a, bn_pool), start)
+        return merged, state, {"a": state.a}
 
     return Aggregator(
         weigh=weighting_of(weighting),
