@@ -119,22 +119,23 @@ def messages_of(name):
     """What each of three models of the tiny network sends with a rule, all the same."""
     if name == "feddg_ga":
         return told([2.0] * 3, [3.0] * 3, [4.0] * 3)
-    measure = AGGREGATORS[name]().measure
-    one = jax.jit(lambda: measure(BACKBONE, fresh(), fresh(), examples_of(), KEY, None))()
+    measure = jax.jit(functools.partial(AGGREGATORS[name]().measure, BACKBONE))
+    one = measure(fresh(), fresh(), examples_of(), KEY, None)
     return jax.tree.map(lambda x: jnp.stack([x] * 3), one)
 
 
 @functools.cache
 def merger(name, wrapped=False):
     """Compiled (models, weights, messages) -> (model, state, info), from the fresh model; without weight, no message."""
+    before = fresh()
 
     @jax.jit
     def merge(models, weights, messages):
         rule = server_optimizer(AGGREGATORS[name](), optax.sgd(1.0)) if wrapped else AGGREGATORS[name]()
         here = weights > 0
         messages = jax.tree.map(lambda x: jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0), messages)
-        start = rule.init(fresh(), len(weights))
-        merged, state, _, info = local.merge_models(BACKBONE, rule, start, fresh(), models, weights, messages)
+        state = rule.init(before, len(weights))
+        merged, state, _, info = local.merge_models(BACKBONE, rule, state, before, models, weights, messages)
         return merged, state, info
 
     return merge
@@ -301,7 +302,7 @@ def test_a_client_reports_sums_of_both_models(metric):
 
 def test_stations_are_judged_by_their_merged_models():
     """Two rounds: what the second received is the first's merged model, on all examples of the station's clients."""
-    states, infos = rounds("feddg_ga", 2, metric="loss", step=0.1)
+    states, infos = rounds("feddg_ga", 2, both=True, metric="loss", step=0.1)
 
     def losses(model, station):
         inputs, labels = data_of(station)
@@ -324,7 +325,7 @@ def test_stations_are_judged_by_their_merged_models():
 
 def test_clients_are_judged_by_their_trained_models():
     """At the station tier every station round judges; the empty client has no weight."""
-    _, infos = rounds("feddg_ga", 1, both=True, metric="loss", step=0.1)
+    _, infos = rounds("feddg_ga", 2, both=True, metric="loss", step=0.1)
     given, a = infos[0].station_merge["given"], infos[0].station_merge["a"]
     near(a.sum(1), [1.0, 1.0], 1e-6)
     assert a[1, 1] == 0.0 and len(set(a[0].tolist())) > 1
