@@ -248,8 +248,8 @@ def ga_run(rule, sequence, weights=(1.0, 2.0)):
 def test_the_gap_is_of_this_merges_received_model_and_the_last_merges_trained_one():
     """Accuracies; received in the second merge 0.5 and 0.9, trained in the first 0.9 and 0.8: gaps -0.4 and 0.1."""
     first = told([1.0, 2.0], [9.0, 8.0], [10.0, 10.0])
-    second = told([5.0, 18.0], [2.0, 10.0], [10.0, 20.0])
-    third = told([2.0, 0.0], [0.0, 0.0], [10.0, 20.0])  # gaps 0.0 and -0.5: the other way round
+    second = told([5.0, 18.0], [2.0, 18.0], [10.0, 20.0])
+    third = told([2.0, 0.0], [0.0, 0.0], [10.0, 20.0])  # gaps 0.0 and -0.9: the other way round
     rule = feddg_ga(step=0.2, decay_rounds=4)
     near(np.array(ga_run(rule, [first, second, third])), [[0.5, 0.5], [0.7, 0.3], [0.55, 0.45]], 1e-6)
 
@@ -270,8 +270,9 @@ def test_losses_are_accuracies_turned_round():
 
 
 def test_rounding_of_equal_gaps_is_no_gap():
-    """0.9 - 0.7 and 0.5 - 0.3 differ by 6e-8."""
-    first, second = told([0, 0], [0.7, 0.3], [1, 1]), told([0.9, 0.5], [0, 0], [1, 1])
+    """0.9 - 0.8 and 0.2 - 0.1 differ by 4e-8 in float32."""
+    assert np.float32(0.9) - np.float32(0.8) != np.float32(0.2) - np.float32(0.1)
+    first, second = told([0, 0], [0.8, 0.1], [1, 1]), told([0.9, 0.2], [0, 0], [1, 1])
     assert ga_run(feddg_ga(), [first, second]) == [[0.5, 0.5]] * 2
 
 
@@ -552,6 +553,9 @@ def test_drawn_labels_follow_the_prediction():
     assert all(np.isclose(row, each, atol=1e-5).all(1).any() for row in np.asarray(drawn[:50]))
     near(drawn.mean(0), p[3] * (1 - p[3]), 0.02)
     assert np.ptp(np.asarray(drawn), axis=0).max() > 0.05
+    alike = examples_of()._replace(inputs=jnp.stack([examples_of().inputs[3]] * 8))
+    summed = fisher_of("model")(model, alike, KEY).squares["head"]["bias"]
+    assert not np.isclose(summed, 7.0 * each, atol=1e-4).all(1).any()  # each example has a draw of its own
 
 
 @pytest.mark.parametrize("labels", ["model", "data"])
@@ -746,6 +750,8 @@ def test_more_broken_models_than_are_dropped_show():
     values[1:3] = np.nan
     assert np.isnan(robustly(trimmed_mean(trim=0.2), values, np.ones(5)).params["w"]).all()
     assert np.isfinite(robustly(trimmed_mean(trim=0.4), values, np.ones(5)).params["w"]).all()
+    beside_an_absent_one = robustly(trimmed_mean(trim=0.0), values, [0.0, 1.0, 0.0, 1.0, 1.0]).params["w"]
+    assert np.isnan(beside_an_absent_one).all()
 
 
 def test_types_of_leaves_stay():
