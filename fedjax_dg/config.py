@@ -23,8 +23,9 @@ from fedjax_dg.types import Aggregator, Algorithm, Topology
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
 POSITIVE += ("fourier", "lambda_p", "growth_rounds", "bank", "mixing_level", "shared_images")
+POSITIVE += ("tau", "decay_rounds", "rows")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
-SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha", "magnitude")
+SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha", "magnitude", "trim")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class RunConfig:
     """Keep the local optimizer's state on the client between station rounds, instead of starting it afresh."""
     participants: int | None = None
     """Clients of each station that are sampled for a server round; None = all."""
+    station_aggregator: str = "mean"
+    """Rule of the stations; a hyper-parameter that it shares with a server rule is the same for both."""
     station_weighting: str = "samples"
     """Weights of clients at their station: samples, clients, uniform."""
     server_weighting: str = "clients"
@@ -150,6 +153,7 @@ def check(config: RunConfig) -> RunConfig:
         ("backbone", config.backbone, BACKBONES),
         ("precision", config.precision, PRECISIONS),
         ("algorithm", config.algorithm, ALGORITHMS),
+        ("station aggregator", config.station_aggregator, AGGREGATORS),
         ("selection rule", config.selection, SELECTIONS),
         ("station weighting", config.station_weighting, WEIGHTINGS),
         ("server weighting", config.server_weighting, WEIGHTINGS),
@@ -200,7 +204,7 @@ def typed_settings(config: RunConfig) -> dict[str, Any]:
     """``config.settings`` with each value of its default's type."""
     reserved = {"client_lr": "--client-lr", "weighting": "--server-weighting", "bn_pool": "--bn-pool"}
     defaults = algorithm_options(config.algorithm)
-    for name in names(config.aggregator):
+    for name in (*names(config.aggregator), config.station_aggregator):
         defaults |= aggregator_options(name)
     out = {}
     for key, value in config.settings.items():
@@ -277,8 +281,17 @@ def build_algorithm(config: RunConfig, **sizes: int) -> Algorithm:
 
 def build_aggregator(config: RunConfig, name: str) -> Aggregator:
     """The server rule of that name, with its options and the configuration's weighting."""
+    return _build_rule(config, name, config.server_weighting)
+
+
+def build_station_aggregator(config: RunConfig) -> Aggregator:
+    """The rule of the stations, likewise."""
+    return _build_rule(config, config.station_aggregator, config.station_weighting)
+
+
+def _build_rule(config: RunConfig, name: str, weighting: str) -> Aggregator:
     given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)}
-    return AGGREGATORS[name](**given, weighting=config.server_weighting, bn_pool=pooling(config))
+    return AGGREGATORS[name](**given, weighting=weighting, bn_pool=pooling(config))
 
 
 def pooling(config: RunConfig) -> str:

@@ -17,10 +17,17 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from fedjax_dg import datasets, sharding, weights
-from fedjax_dg.aggregators import mean
 from fedjax_dg.alignment.groups import from_leaves
 from fedjax_dg.backbones import Backbone
-from fedjax_dg.config import RunConfig, build_aggregator, build_algorithm, build_backbone, names, pooling, topology
+from fedjax_dg.config import (
+    RunConfig,
+    build_aggregator,
+    build_algorithm,
+    build_backbone,
+    build_station_aggregator,
+    names,
+    topology,
+)
 from fedjax_dg.datasets import Domains
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import is_better
@@ -115,7 +122,7 @@ def sizes_of(grid: Grid) -> dict[str, int]:
 def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
     config = grid.config
-    to_server, to_station = build_aggregator(config, aggregator), mean(config.station_weighting, pooling(config))
+    to_server, to_station = build_aggregator(config, aggregator), build_station_aggregator(config)
     backbone, algorithm = backbone_of(grid), build_algorithm(config, **sizes_of(grid))
     round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
     check_fit(round_fn, next(iter(grid.federations.values())))

@@ -196,11 +196,17 @@ def add_leaves(one: PyTree, other: PyTree) -> PyTree:
 
 
 def sum_over_batches(
-    statistic: Callable[[Examples], PyTree], examples: Examples, add: Callable[[PyTree, PyTree], PyTree] = add_leaves
+    statistic: Callable[[Examples], PyTree],
+    examples: Examples,
+    add: Callable[[PyTree, PyTree], PyTree] = add_leaves,
+    size: int | None = None,
 ) -> PyTree:
-    """Sum of ``statistic(batch)`` over a client's examples in batches of ``PASS_SIZE``, with zeros as the empty sum."""
+    """Sum of ``statistic(batch)`` over a client's examples in batches of ``size``, with zeros as the empty sum.
+
+    ``size``: by default ``PASS_SIZE``, which suits forward passes.
+    """
     places = examples.mask.shape[0]
-    size = min(PASS_SIZE, places)
+    size = min(size or PASS_SIZE, places)
     position = jnp.arange(-(-places // size) * size).reshape(-1, size)
 
     def one(position):

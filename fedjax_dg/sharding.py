@@ -244,6 +244,14 @@ def whole(parts: PyTree, axes: Sequence[str] = (STATION,)) -> PyTree:
     return jax.shard_map(together, in_specs=PartitionSpec(*axes), out_specs=PartitionSpec(), check_vma=False)(parts)
 
 
+def alike(function: Callable, *common: PyTree) -> PyTree:
+    """``function(*common)``, by every device for itself, of what all hold whole: else XLA may divide what a rule remembers
+    of each station, to fit how the models lie, and has to fetch it together again."""
+    if not _axes():
+        return function(*common)
+    return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(*common)
+
+
 def take_clients(clients: PyTree, picked: Int[Array, "S P"]) -> PyTree:
     """Arrays [S, C, ...] of the picked clients only, [S, P, ...]; ``picked`` is whole on every device of a station."""
 

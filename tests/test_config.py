@@ -20,6 +20,7 @@ from fedjax_dg.config import (
     algorithm_options,
     build_aggregator,
     build_algorithm,
+    build_station_aggregator,
     check,
     names,
     parse_settings,
@@ -228,6 +229,22 @@ def test_hyper_parameters_reach_each_aggregator_that_has_them(monkeypatch):
         assert calls == [((), {**options, "weighting": "samples", "bn_pool": "naive"})]
 
 
+def test_a_station_rule_has_its_own_weighting_and_shares_settings(monkeypatch):
+    """The mean unless another is named, as before there was a choice."""
+    calls = recorded(monkeypatch, configuration.AGGREGATORS, "fedrc")
+    options = {"station_weighting": "uniform", "bn_pool": "exact", "settings": {"tau": "3"}}
+    config = given(aggregator="mean,fedrc", station_aggregator="fedrc", **options)
+    build_station_aggregator(config)
+    build_aggregator(config, "fedrc")
+    shared = {"tau": 3.0, "bn_pool": "exact"}
+    assert calls == [((), shared | {"weighting": "uniform"}), ((), shared | {"weighting": "clients"})]
+    alone = given(aggregator="mean", station_aggregator="fedrc", settings={"tau": "3"})
+    assert alone.settings == {"tau": 3.0}
+    calls = recorded(monkeypatch, configuration.AGGREGATORS, "mean")
+    build_station_aggregator(given(aggregator="fedrc"))
+    assert calls == [((), {"weighting": "samples", "bn_pool": "naive"})]
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 BAD_INPUT = {
@@ -264,6 +281,16 @@ BAD_INPUT = {
     "selection": (
         ["--selection", "oracel"],
         "Unknown selection rule 'oracel'; did you mean 'oracle'? Available: source",
+    ),
+    "station rule": (
+        ["--station-aggregator", "medain"],
+        "Unknown station aggregator 'medain'; did you mean 'median'? Available: mean, ",
+    ),
+    "temperature": (["--aggregator", "fedrc", "--set", "tau=0"], "tau=0.0 is not positive: give a number above 0."),
+    "trim": (["--aggregator", "trimmed_mean", "--set", "trim=2"], "trim=2.0 is not in [0, 1]: give a number in that "),
+    "pooled median": (
+        ["--aggregator", "median", "--bn-pool", "exact"],
+        "bn_pool=exact is given, but medians and trimm",
     ),
     "weighting": (["--server-weighting", "sample"], "Unknown server weighting 'sample'; did you mean 'samples'? Avail"),
     "station weighting": (["--station-weighting", "client"], "Unknown station weighting 'client'; did you mean 'clien"),
