@@ -23,7 +23,7 @@ from fedjax_dg.types import Aggregator, Algorithm, Topology
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
 POSITIVE += ("fourier", "lambda_p", "growth_rounds", "bank", "mixing_level", "shared_images")
-POSITIVE += ("tau", "decay_rounds", "rows")
+POSITIVE += ("tau", "decay_rounds", "rows", "microbatch")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
 SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha", "magnitude", "trim")
 

@@ -519,20 +519,20 @@ def test_the_norm_itself_is_half_as_steep_over_its_length():
 def test_opposite_signs_cancel_in_the_gradient_of_a_batch_and_not_in_that_of_its_rows():
     """x and -x have the same || z ||^2; with a constant beside them their gradients differ in sign."""
     inputs = np.array([[1.0, 1.0, 0, 0], [1.0, -1.0, 0, 0]])
-    one, both = (omega_of(inputs, rows=rows)[1].omega["body"]["kernel"] for rows in (1, 2))
+    one, both = (omega_of(inputs, microbatch=size)[1].omega["body"]["kernel"] for size in (1, 2))
     w = omega_of(inputs)[0]["body"]["kernel"]
     expected = 2 * (np.abs(w[0] + w[1]) + np.abs(w[0] - w[1]))
     np.testing.assert_allclose(one[1], expected, rtol=1e-4)
     np.testing.assert_allclose(both[1], 2 * np.abs((w[0] + w[1]) - (w[0] - w[1])), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8])
-def test_importance_adds_up_over_examples_whatever_the_chunk_and_padding_counts_for_nothing(chunk):
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_importance_adds_up_over_examples_whatever_their_number_at_a_time_and_padding_counts_for_nothing(rows):
     inputs = np.random.default_rng(2).normal(size=(7, 4)).astype(np.float32)
     parts = [omega_of(inputs[i : i + 1])[1].omega for i in range(5)]
     padded = inputs.copy()
     padded[5:] = np.nan
-    found = omega_of(padded, np.arange(7) < 5, chunk=chunk)[1]
+    found = omega_of(padded, np.arange(7) < 5, rows=rows)[1]
     assert found.examples == 5
     chex.assert_trees_all_close(found.omega, jax.tree.map(lambda *x: sum(x), *parts), rtol=1e-5)
 
@@ -573,7 +573,7 @@ def test_a_large_epsilon_is_plain_averaging_and_the_info_says_who_counts():
 
 
 @pytest.mark.parametrize(
-    "options", [{"form": "both"}, {"omega_scale": "row"}, {"rows": 0}, {"chunk": 0}, {"bn_pool": "x"}]
+    "options", [{"form": "both"}, {"omega_scale": "row"}, {"rows": 0}, {"microbatch": 0}, {"bn_pool": "x"}]
 )
 def test_options_of_importance_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options)).replace("bn_pool", "pool")):

@@ -12,7 +12,7 @@ from fedjax_dg import sharding, tree
 from fedjax_dg.aggregators.mean import pool, weighting_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.local import sum_over_batches
-from fedjax_dg.types import Aggregator, Examples
+from fedjax_dg.types import Aggregator, Disclosure, Examples
 
 FORMS = ("paper", "code")
 METRICS = ("accuracy", "loss")
@@ -136,4 +136,5 @@ def feddg_ga(
         measure=measure,
         combine=lambda messages, weights: Told(*(x.sum(0) for x in messages)),
         at_station=True,
+        discloses=(Disclosure(f"{metric} of the received and of the trained model on its examples", "who merges"),),
     )

@@ -11,7 +11,7 @@ from fedjax_dg import sharding, tree
 from fedjax_dg.aggregators.mean import pool, weighting_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.local import sum_over_batches
-from fedjax_dg.types import Aggregator, Examples
+from fedjax_dg.types import Aggregator, Disclosure, Examples
 
 OF = ("inputs", "features")
 # A channel that never varies would be infinitely far from any other.
@@ -107,4 +107,5 @@ def fedrc(tau: ArrayLike = 1.0, of: str = "inputs", weighting: str = "samples", 
         shares = close / jnp.maximum(close.sum(), 1e-30)
         return merged, state, {"shares": shares, "distance": jnp.where(weights > 0, distances, 0.0)}
 
-    return Aggregator(weigh=weighting_of(weighting), merge=merge, measure=measure, combine=combine)
+    told = Disclosure(f"mean and variance of every channel of its {of}", "station; of all its clients together: server")
+    return Aggregator(weigh=weighting_of(weighting), merge=merge, measure=measure, combine=combine, discloses=(told,))

@@ -13,7 +13,7 @@ from fedjax_dg.aggregators.mean import pool, weighting_of
 from fedjax_dg.aggregators.weighted import merge_by
 from fedjax_dg.errors import unknown
 from fedjax_dg.local import sum_over_batches
-from fedjax_dg.types import Aggregator, Examples, Variables
+from fedjax_dg.types import Aggregator, Disclosure, Examples, Variables
 
 LABELS = ("model", "data")
 
@@ -102,4 +102,7 @@ def fisher(
         measure=measure,
         combine=lambda messages, weights: jax.tree.map(lambda x: x.sum(0), messages),
         at_station=True,
+        discloses=(
+            Disclosure("mean squared gradient of log p(y | x) for every parameter", "station; their sums: server"),
+        ),
     )

@@ -29,8 +29,8 @@ class Importance(NamedTuple):
 def importance(
     form: str = "paper",
     squared: bool = True,
-    rows: int = 1,
-    chunk: int = 4,
+    microbatch: int = 1,
+    rows: int = 4,
     omega_scale: str = "none",
     eps_rel: ArrayLike = 1e-6,
     weighting: str = "samples",
@@ -41,8 +41,8 @@ def importance(
     omega_d^j = E_x | d f(x) / d phi_d^j |, over a client's examples, of its trained model in evaluation mode, in float32.
     ``form="paper"``: f = || g(x) ||^2 for the parameters of the features, || h(g(x)) ||^2 for the head's (``squared=False``:
     the norms themselves); ``code``: that of the logits for all. Absolute values are taken of the gradient summed over
-    ``rows`` examples: 1 is exact; with more, opposite signs cancel (their code: a batch of 32), which is quicker. ``chunk``
-    such gradients, each the size of the model, are computed side by side.
+    ``microbatch`` examples: 1 is exact; with more, opposite signs cancel (their code: a batch of 32), which is quicker.
+    ``rows`` such gradients, each the size of the model, are in memory at a time.
 
     w_d^j = (omega_d^j + eps p_d) / (sum_k omega_k^j + eps), see ``weighted.merge_by``: parameters that matter to nobody are
     averaged by p_d (``weighting``), as batch statistics are (``bn_pool``). A large ``eps_rel`` is plain averaging. Equal
@@ -64,7 +64,7 @@ def importance(
     ):
         if given not in allowed:
             raise unknown(kind, given, allowed)
-    for name, number in (("rows", rows), ("chunk", chunk)):
+    for name, number in (("microbatch", microbatch), ("rows", rows)):
         if number < 1:
             raise ValueError(f"{name}={number} is not positive: give 1 or more.")
     length = (lambda x: (x**2).sum(-1)) if squared else (lambda x: jnp.sqrt((x**2).sum(-1) + 1e-12))
@@ -84,21 +84,13 @@ def importance(
 
     def measure(backbone, start, variables, examples, key, seen):
         def of_batch(batch: Examples):
-            size = len(batch.mask)
-            index = jnp.arange(-(-size // (chunk * rows)) * chunk * rows).reshape(-1, chunk, rows)
+            parts = jax.tree.map(lambda x: x.reshape(-1, microbatch, *x.shape[1:]), (batch.inputs, batch.mask))
+            gradients = jax.vmap(lambda part: measured(backbone, variables, *part))(parts)
+            return Importance(
+                jax.tree.map(lambda g: jnp.abs(g).sum(0), gradients), batch.mask.sum().astype(jnp.float32)
+            )
 
-            def of_rows(index):
-                here = jnp.minimum(index, size - 1)
-                return measured(backbone, variables, batch.inputs[here], batch.mask[here] & (index < size))
-
-            def add(total, index):
-                gradients = jax.vmap(of_rows)(index)
-                return jax.tree.map(lambda total, g: total + jnp.abs(g).sum(0), total, gradients), None
-
-            omega, _ = jax.lax.scan(add, tree.zeros(variables.params), index)
-            return Importance(omega, batch.mask.sum().astype(jnp.float32))
-
-        return sum_over_batches(of_batch, examples)
+        return sum_over_batches(of_batch, examples, size=rows * microbatch)
 
     def combine(messages, weights):
         return jax.tree.map(lambda x: x.sum(0), messages)
@@ -117,7 +109,7 @@ def importance(
         merge=merge,
         measure=measure,
         combine=combine,
-        discloses=(Disclosure("mean absolute gradient of the outputs' norms for every parameter", "server"),),
+        discloses=(Disclosure("mean absolute gradient of its outputs' norms", "station; their sums: server"),),
     )
 
 
