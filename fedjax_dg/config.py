@@ -25,6 +25,7 @@ POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_g
 POSITIVE += ("fourier", "lambda_p", "growth_rounds")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
 SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch")
+SHARES += ("share_prob", "explore_prob")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from fedjax_dg.algorithms import ALGORITHMS
 from fedjax_dg.alignment import Axis, Group
 from fedjax_dg.backbones import Backbone
 from fedjax_dg.backbones.backbone import max_pool
+from fedjax_dg.backbones.layers import Stage
 from fedjax_dg.datasets import Domains
 from fedjax_dg.evaluate import EvaluationSet
 from fedjax_dg.federation import Federation
@@ -21,11 +22,13 @@ class TinyNet(nn.Module):
 
     def setup(self):
         self.conv = nn.Conv(4, (3, 3), padding="VALID")
+        self.stage = Stage()
         self.dense = nn.Dense(5)
         self.head = nn.Dense(CLASSES)
 
     def maps(self, x, train, mask=None):
-        return nn.relu(max_pool(self.conv(x)))
+        maps, _ = self.stage(nn.relu(max_pool(self.conv(x))), mask)
+        return maps
 
     def reduce(self, maps, train):
         return nn.tanh(self.dense(maps.reshape(maps.shape[0], -1)))
