@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def _hand_on(place, maps, mask):
 
 
 @contextlib.contextmanager
-def at_stages(change: Callable = _hand_on) -> Iterator[list[tuple[Array, Array | None]]]:
+def at_stages(change: Callable = _hand_on) -> Iterator[list[tuple[Array, Any]]]:
     """Context: ``change(place, maps, mask) -> (maps, mask)`` at the end of every stage of a network's pass while it lasts.
 
     ``place`` counts stages from 0, so it is for one pass; ``mask`` is None in evaluation mode. Yields the list of what the

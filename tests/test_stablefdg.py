@@ -18,7 +18,7 @@ from fedjax_dg.algorithms.common import momentum
 from fedjax_dg.algorithms.stablefdg import Offer, first_rows, map_widths, partner_of, styled_pass, unit
 from fedjax_dg.alignment import permute
 from fedjax_dg.backbones import Backbone, alexnet, in_precision, lenet5, resnet18, vgg11
-from fedjax_dg.backbones.backbone import first_readers
+from fedjax_dg.backbones.backbone import Forward, first_readers
 from fedjax_dg.backbones.layers import Layer, Stage, groups_of, normalise
 from fedjax_dg.styles import Summary, at_stages, style_of
 from fedjax_dg.types import Examples, Received, Variables
@@ -267,7 +267,7 @@ def test_partners_are_one_cycle_of_the_clients_with_data():
     for client in np.flatnonzero(MASK):
         peer = partner_of(offers, draws[client])
         assert peer.another
-        following[client] = int(peer.styles.mean[0])
+        following[client] = int(np.asarray(peer.styles.mean)[0])
     place, path = 0, []
     for _ in range(MASK.sum()):
         path.append(place)
@@ -314,12 +314,12 @@ def test_sharing_happens_half_of_the_time():
 # --- exploration ----------------------------------------------------------------------------------------------------
 
 
-def staged_batch(labels):
+def staged_batch(labels, side=8):
     """Rows of these labels and one of padding, for the network with two stages."""
     mask = np.append(np.ones(len(labels), bool), False)
-    inputs = drawn(8, 8, 2, mask=mask)
+    inputs = drawn(side, side, 2, mask=mask)
     inputs[-1] = 0.0
-    return Examples(*(jnp.asarray(x) for x in (inputs, np.int32([*labels, 0]), mask, np.zeros(len(mask), np.int32))))
+    return Examples(*(jnp.asarray(x) for x in (inputs, np.append(labels, 0), mask, np.zeros(len(mask), np.int32))))
 
 
 def staged_step(labels, hparams):
@@ -384,29 +384,33 @@ def run_captured(backbone, variables, batch, hparams):
     return forward, labels, mask, seen[0], rows
 
 
+def stage_maps(variables, batch):
+    """Of the tiny network, by its only stage."""
+    with at_stages() as passed:
+        BACKBONE.maps(variables, batch.inputs, batch.mask, KEY)
+    return passed[0][0]
+
+
 def test_copied_rows_take_the_extrapolated_styles():
     """At the only stage of the tiny network; the batch's own rows keep theirs."""
     batch = one_batch()
     hparams = StableFDGHparams(explore_prob=1.0, mix_alpha=0.0)
     forward, labels, mask, maps, rows = captured(BACKBONE, batch, hparams)
-    plain, _ = BACKBONE.maps(fresh(), batch.inputs, batch.mask, KEY)
+    plain = stage_maps(fresh(), batch)
     np.testing.assert_array_equal(labels, [*batch.labels, *batch.labels[rows]])
     np.testing.assert_array_equal(mask, [True] * 7 + [False] + [True] * 7 + [False])
     assert forward.logits.shape == (16, 3)
-    np.testing.assert_allclose(maps[:8], plain, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(maps[:8], nn.relu(plain), rtol=1e-5, atol=1e-5)
     own = np.asarray(style_of(plain))
     far = own[rows[:7]] + 3 * (own[rows[:7]] - own[:7].mean(0))
     expected = styles.restyle(plain[rows[:7]], jnp.asarray(own[rows[:7]]), jnp.asarray(far))
-    np.testing.assert_allclose(maps[8:15], expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(maps[8:15], nn.relu(expected), rtol=1e-3, atol=1e-4)
 
 
 def test_a_batch_of_32_leaves_with_64_rows():
-    images, labels = jax.ShapeDtypeStruct((32, 6, 6, 2), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32)
-    batch = Examples(images, labels, jax.ShapeDtypeStruct((32,), bool), labels)
-    forward, labels, mask, *_ = jax.eval_shape(
-        functools.partial(run_captured, BACKBONE), fresh(), batch, StableFDGHparams()
-    )
-    assert labels.shape == (64,) == mask.shape and forward.logits.shape == (64, 3)
+    given = fresh(), staged_batch(np.arange(32) % 3, 6), StableFDGHparams()
+    forward, labels, mask, *_ = jax.eval_shape(functools.partial(run_captured, BACKBONE), *given)
+    assert labels.shape == (66,) == mask.shape and forward.logits.shape == (66, 3)
 
 
 # --- the highlighter ------------------------------------------------------------------------------------------------
@@ -442,8 +446,8 @@ def test_no_keys_make_both_parts_the_mean_of_the_map():
 def attended(maps, params, following):
     """The pooled maps by the whole matrix of places against places."""
     places = np.asarray(maps, np.float64).reshape(len(maps), -1, maps.shape[-1])
-    layer = lambda name: places @ np.asarray(params[name]["kernel"]) + np.asarray(params[name]["bias"])
-    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (layer("query"), layer("key")))
+    layers = (places @ np.asarray(params[name]["kernel"]) for name in ("query", "key"))
+    query, key = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in layers)
     scores = np.einsum("bpd,bqd->bpq", (query + query[following]) / 2, key).mean(1)
     weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     return np.einsum("bq,bqc->bc", weights, places)
@@ -498,12 +502,14 @@ def test_permuting_every_group_keeps_the_function(make):
 def test_statistics_are_of_the_batchs_own_rows():
     """And layers that read the same map still share one Gram."""
     backbone = highlighted(BACKBONE)
-    forward, *_ = run_captured.__wrapped__(backbone, fresh(backbone), one_batch(), StableFDGHparams())
+    inputs = jnp.arange(32.0)[:, None]
+    shapes = jax.eval_shape(functools.partial(run_captured, backbone), fresh(backbone), one_batch(), StableFDGHparams())
+    seen = shapes[0].dense_inputs
+    assert set(seen) == {"dense", "query", "key", "head", "highlight"} and {x.shape[0] for x in seen.values()} == {16}
+    forward = Forward(inputs, inputs, {}, {"query": inputs, "key": inputs, "head": inputs + 1})
     own = first_rows(forward, 8).dense_inputs
-    assert {layer: x.shape[0] for layer, x in own.items()} == dict.fromkeys(
-        ("dense", "query", "key", "head", "highlight"), 8
-    )
-    assert own["key"] is own["query"] and len(set(first_readers(own).values())) == 4
+    assert {layer: x.shape[0] for layer, x in own.items()} == dict.fromkeys(("query", "key", "head"), 8)
+    assert first_readers(own) == {"query": "query", "key": "query", "head": "head"}
     chex.assert_trees_all_equal(own, jax.tree.map(lambda x: x[:8], forward.dense_inputs))
 
 
@@ -556,13 +562,13 @@ def test_one_client_with_data_shares_nothing():
 def test_what_is_uploaded_before_the_round():
     """4 C + 1 floats, of the first stage of the received model in evaluation mode."""
     algorithm, backbone = stablefdg(), highlighted(BACKBONE)
+    assert algorithm.survey is not None
     variables = random_variables(backbone)
     received = Received(variables, (), (), jnp.zeros(()))
     survey = jax.jit(functools.partial(algorithm.survey, backbone))
     draw, offer = survey(received, jnp.zeros(()), examples_of(), KEY)
     assert sum(x.size for x in jax.tree.leaves(offer)) == 4 * 4 + 1
-    maps, _ = BACKBONE.maps(variables, one_batch().inputs, one_batch().mask, KEY)
-    rows = np.asarray(style_of(maps))[:7]
+    rows = np.asarray(style_of(stage_maps(variables, one_batch())))[:7]
     assert offer.draw == draw and 0 < draw < 1
     np.testing.assert_allclose(offer.styles.mean, rows.mean(0), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(offer.styles.std, rows.std(0), rtol=1e-3, atol=1e-5)

@@ -58,7 +58,8 @@ class Highlighted(nn.Module):
 
     def setup(self):
         nn.share_scope(self, self.base)
-        self.query, self.key = nn.Dense(ATTENTION_WIDTH), nn.Dense(ATTENTION_WIDTH)
+        # without biases: at a place where all channels are off they would be all there is, and be blown up to length 1
+        self.query, self.key = (nn.Dense(ATTENTION_WIDTH, use_bias=False) for _ in range(2))
         self.highlight = nn.Dense(self.num_classes, use_bias=False)
 
     def maps(self, x, train: bool, mask=None) -> Float[Array, "R H W C"]:
@@ -87,8 +88,8 @@ class Highlighted(nn.Module):
 
 
 def unit(x: Array) -> Array:
-    """Vectors of length 1; one of length 0 stays."""
-    return x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-12)
+    """Vectors of length 1; those much shorter than 1e-3 stay near 0, where the direction is rounding."""
+    return x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
 
 
 def read_last_map(groups: tuple[Group, ...], *layers: str) -> tuple[Group, ...]:
@@ -111,17 +112,18 @@ def map_widths(backbone) -> tuple[int, int]:
     def run(variables, inputs):
         with at_stages() as passed:
             maps, _ = backbone.maps(variables, inputs, jnp.ones(1, bool), jax.random.key(0))
-        return [stage for stage, _ in passed], maps
+        return [*(stage for stage, _ in passed), maps]
 
-    variables = jax.eval_shape(backbone.init, jax.random.key(0))
-    inputs = jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32)
-    stages, maps = jax.eval_shape(run, variables, inputs) if hasattr(backbone.module, "maps") else ([], None)
-    if not stages:
+    maps = []
+    if hasattr(backbone.module, "maps"):
+        inputs = jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32)
+        maps = jax.eval_shape(run, jax.eval_shape(backbone.init, jax.random.key(0)), inputs)
+    if len(maps) < 2:
         raise ValueError(
             "stablefdg acts on feature maps between the stages of an image network, and this network has none: choose an "
             "image network such as resnet18, or mark its stages with backbones.layers.Stage."
         )
-    return stages[0].shape[-1], maps.shape[-1]
+    return maps[0].shape[-1], maps[-1].shape[-1]
 
 
 def partner_of(offers: Offer, draw: Float[Array, ""]) -> Peer:
@@ -212,12 +214,16 @@ def stablefdg(
 
     Raises ``ValueError`` for another ``kept``, and for a network without stages (``backbones.layers.Stage``).
 
-    Deviations from the authors' code: summaries are of this round's model and so shared in the first round too; the only
-    row of a class is its own partner, where a batch of one example a class is sampled and then indexed wrongly; any image
-    size (a division by 49 there is the mean here) and network: where z is not the mean of the last map, it takes the mean's
-    place; half of a short batch is shifted and a short batch doubled; rows of a class are copied in turns; models are
-    merged by the federation's weights, not uniformly; no schedule or clipping. Source: Park, Han, Kim, Wang, Brinton, Moon,
-    NeurIPS 2023, https://arxiv.org/abs/2311.00227 (code: github.com/savertm/StableFDG_github).
+    A channel that is almost constant over places is divided by about 1e-3 (a floor of 1e-6 under variances), which enlarges
+    rounding as it does gradients.
+
+    Deviations from the authors' code: summaries are of this round's model, and so shared in the first round too; in
+    attention the only row of a class is its own partner, where theirs takes one of a class-balanced batch, wrongly indexed;
+    q and k have no biases, and short ones stay short; a division by 49 is the mean here, so images may have any size; where
+    z is not the mean of the last map (LeNet, AlexNet, VGG), it takes the mean's place; half of a short batch is shifted, and
+    a short batch doubled; rows of a class are copied in turns; models are merged by the federation's weights, not uniformly;
+    no schedule, no clipping. Source: Park, Han, Kim, Wang, Brinton, Moon, NeurIPS 2023, https://arxiv.org/abs/2311.00227
+    (code: github.com/savertm/StableFDG_github).
     """
     if kept not in styles.KEPT:
         raise unknown("kept", kept, styles.KEPT)
