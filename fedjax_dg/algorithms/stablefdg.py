@@ -157,7 +157,7 @@ def styled_pass(
         happens = jax.random.bernoulli(draw_key, hparams.explore_prob)
         fresh = copies & happens & ~mask  # they count from here on; before, they only repeat their rows
         style = style_of(maps)
-        new = jnp.where(fresh[:, None], styles.extrapolate(style, mask & ~copies, hparams.explore), style)
+        new = jnp.where(fresh[:, None], styles.extrapolate(style, mask, hparams.explore), style)
         mask = mask | fresh
         new = jax.lax.stop_gradient(styles.mix(new, mask, hparams.mix_alpha, mix_key))
         return jnp.where(happens, styles.restyle(maps, style, new), maps), mask
