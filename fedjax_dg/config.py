@@ -26,6 +26,7 @@ POSITIVE += ("fourier", "lambda_p", "growth_rounds", "bank", "mixing_level", "sh
 POSITIVE += ("tau", "decay_rounds", "rows", "microbatch")
 SHARES = ("alpha", "ema", "server_momentum", "server_b1", "server_b2")
 SHARES += ("threshold", "smoothing", "meta_lr", "drop", "drop_channels", "batch", "style_alpha", "magnitude", "trim")
+SHARES += ("share_prob", "explore_prob")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fedjax_dg.algorithms.mtgc import MTGCHparams, mtgc
 from fedjax_dg.algorithms.rsc import RSCHparams, rsc
 from fedjax_dg.algorithms.scaffold import ScaffoldHparams, scaffold
 from fedjax_dg.algorithms.stable_fedadg import STABLE_FEDADG_PAPER, StableFedADGHparams, stable_fedadg
+from fedjax_dg.algorithms.stablefdg import StableFDGHparams, stablefdg
 from fedjax_dg.algorithms.stablenet import StableNetHparams, stablenet
 from fedjax_dg.algorithms.vrex import VRExHparams, vrex
 
@@ -51,6 +52,7 @@ ALGORITHMS = {
     "ccst": ccst,
     "gperxan": gperxan,
     "mcgdm": mcgdm,
+    "stablefdg": stablefdg,
 }
 
 __all__ = [
@@ -92,6 +94,8 @@ __all__ = [
     "rsc",
     "StableFedADGHparams",
     "stable_fedadg",
+    "StableFDGHparams",
+    "stablefdg",
     "StableNetHparams",
     "stablenet",
     "VRExHparams",

@@ -68,8 +68,13 @@ class Bottleneck(nn.Module):
         nn.share_scope(self, self.base)
         self.bottleneck = nn.Dense(self.width)
         # a difference of squares would lose the variance of a batch of two or three rows
-        options = {"use_scale": False, "use_bias": False, "use_fast_variance": False}
-        self.head_norm = nn.BatchNorm(momentum=0.9, epsilon=inversion.NORM_EPSILON, **options)
+        self.head_norm = nn.BatchNorm(
+            momentum=0.9,
+            epsilon=inversion.NORM_EPSILON,
+            use_scale=False,
+            use_bias=False,
+            use_fast_variance=False,
+        )
 
     def features(self, x, train: bool, mask=None) -> Float[Array, "B n"]:
         return self.bottleneck(self.base.features(x, train, mask))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.backbones.layers import (
+    Stage,
     adaptive_avg_pool,
     check_dropout,
     conv,
@@ -34,10 +35,12 @@ class AlexNet(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 6 6 C"]:
-        x = nn.relu(conv(FILTERS[0], 11, stride=4, padding=2, name="conv1")(x))
-        x = nn.relu(conv(FILTERS[1], 5, padding=2, name="conv2")(max_pool_3x3(x)))
-        x = nn.relu(conv(FILTERS[2], 3, padding=1, name="conv3")(max_pool_3x3(x)))
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R 6 6 C"]:
+        x = max_pool_3x3(nn.relu(conv(FILTERS[0], 11, stride=4, padding=2, name="conv1")(x)))
+        x, mask = Stage()(x, mask)
+        x = max_pool_3x3(nn.relu(conv(FILTERS[1], 5, padding=2, name="conv2")(x)))
+        x, mask = Stage()(x, mask)
+        x = nn.relu(conv(FILTERS[2], 3, padding=1, name="conv3")(x))
         x = nn.relu(conv(FILTERS[3], 3, padding=1, name="conv4")(x))
         x = nn.relu(conv(FILTERS[4], 3, padding=1, name="conv5")(x))
         return adaptive_avg_pool(max_pool_3x3(x), POOLED, POOLED)
@@ -48,7 +51,7 @@ class AlexNet(nn.Module):
             x = nn.relu(dense(self.drop(x, deterministic=not train)))
         return x
 
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R D"]:
         return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:

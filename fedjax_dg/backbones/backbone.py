@@ -42,7 +42,7 @@ class Backbone:
     layers that look across a batch) and ``classify(z) -> logits [B, K]``, whose parameters are ``params["head"]``; where the
     head looks across a batch too, ``classify_training(z, mask)`` for ``forward``.
     Image networks also have the two halves of ``features``: ``maps(x, train, mask) -> [B, H, W, C]``, their last feature
-    map, and ``reduce(maps, train) -> z``.
+    map, and ``reduce(maps, train) -> z``; where their stages end (``layers.Stage``) a method may add rows to the batch.
     ``groups`` are its permutation symmetries (see ``alignment``).
     ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
     ``dtype`` is what layers compute in (``in_precision``); parameters, statistics, features and logits stay float32.

@@ -88,6 +88,16 @@ class XAN(nn.Module):
         return share * batch + (1.0 - share) * self.instance(x)
 
 
+class Stage(nn.Module):
+    """The end of a stage of a network, before the next: its feature map and which rows are real, handed on as they are.
+
+    A place with a name, where a method may change the map or add rows to the batch (``styles.at_stages``).
+    """
+
+    def __call__(self, maps: Float[Array, "B H W C"], mask: Bool[Array, " B"] | None):
+        return maps, mask
+
+
 def normalise(
     x: Float[Array, "B H W C"], kind: str | None, running: bool, mask: Bool[Array, " B"] | None, name: str
 ) -> Float[Array, "B H W C"]:

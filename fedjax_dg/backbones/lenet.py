@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from fedjax_dg.backbones.backbone import ACTIVATIONS, Backbone
 from fedjax_dg.backbones.convolution import POOLINGS
-from fedjax_dg.backbones.layers import ConvPool, groups_of, sequence
+from fedjax_dg.backbones.layers import ConvPool, Stage, groups_of, sequence
 from fedjax_dg.errors import unknown
 
 
@@ -22,19 +22,21 @@ class LeNet5(nn.Module):
 
     def setup(self):
         self.conv1 = ConvPool(6, 5, self.activation, self.join)
+        self.stage1 = Stage()
         self.conv2 = ConvPool(16, 5, self.activation, self.join)
         self.dense1 = nn.Dense(120)
         self.dense2 = nn.Dense(84)
         self.head = nn.Dense(self.num_classes)
 
-    def maps(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "B 5 5 C"]:
-        return self.conv2(self.conv1(x))
+    def maps(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "R 5 5 C"]:
+        x, _ = self.stage1(self.conv1(x), mask)
+        return self.conv2(x)
 
     def reduce(self, maps: Float[Array, "B 5 5 C"], train: bool) -> Float[Array, "B 84"]:
         x = maps.reshape(maps.shape[0], -1)
         return self.activation(self.dense2(self.activation(self.dense1(x))))
 
-    def features(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "B 84"]:
+    def features(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "R 84"]:
         return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B 84"]) -> Float[Array, "B K"]:

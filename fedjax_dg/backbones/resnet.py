@@ -13,6 +13,7 @@ from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.backbones.layers import (
     NORMS,
     Layer,
+    Stage,
     check_norm,
     conv,
     groups_of,
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
     name: str  # layer1_0: the first of the first stage
     convs: tuple[tuple[int, int, int], ...]  # filters, kernel size, stride
     projects: bool  # its shortcut is a convolution, since width or resolution change
+    ends_stage: bool  # it is the last before another stage
 
 
 def plan_blocks(depths: Sequence[int], bottleneck: bool) -> tuple[Plan, ...]:
@@ -50,8 +52,9 @@ def plan_blocks(depths: Sequence[int], bottleneck: bool) -> tuple[Plan, ...]:
                 convs = ((filters, 1, 1), (filters, 3, stride), (4 * filters, 1, 1))
             else:
                 convs = ((filters, 3, stride), (filters, 3, 1))
+            ends_stage = i == depth - 1 and stage < len(depths) - 1
             projects = stride != 1 or channels != convs[-1][0]
-            blocks.append(Plan(f"layer{stage + 1}_{i}", convs, projects))
+            blocks.append(Plan(f"layer{stage + 1}_{i}", convs, projects, ends_stage))
             channels = convs[-1][0]
     return tuple(blocks)
 
@@ -88,21 +91,23 @@ class ResNet(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B h w D"]:
-        norm = functools.partial(normalise, kind=self.norm, running=self.freeze_bn or not train, mask=mask)
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R h w D"]:
+        norm = functools.partial(normalise, kind=self.norm, running=self.freeze_bn or not train)
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         x = conv(STEM_FILTERS, size, stride, padding=size // 2, bias=False, name="conv1")(x)
-        x = nn.relu(norm(x, name="norm1"))
+        x = nn.relu(norm(x, mask=mask, name="norm1"))
         if self.stem == "imagenet":
             x = max_pool_3x3(x, padding=1)
         for block in self.blocks:
-            x = Block(block, name=block.name)(x, norm)
+            x = Block(block, name=block.name)(x, functools.partial(norm, mask=mask))
+            if block.ends_stage:
+                x, mask = Stage()(x, mask)
         return x
 
     def reduce(self, maps: Float[Array, "B h w D"], train: bool) -> Float[Array, "B D"]:
         return maps.mean((1, 2))
 
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R D"]:
         return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
@@ -178,7 +183,7 @@ def _wiring(blocks: Sequence[Plan]) -> list[Layer]:
     """Sums tie their terms: all that is added to a stem or a projection, up to the next one, is one stream of units."""
     stream = "conv1"
     layers = [Layer("conv1", None, stream, STEM_FILTERS, norm="norm1", bias=False)]
-    for name, convs, projects in blocks:
+    for name, convs, projects, _ in blocks:
         before = reads = stream
         *inner, (width, _, _) = convs
         for i, (filters, _, _) in enumerate(inner, 1):
@@ -196,7 +201,7 @@ def _wiring(blocks: Sequence[Plan]) -> list[Layer]:
 
 def _weight_names(blocks: Sequence[Plan]) -> dict[str, tuple[str, ...]]:
     names = {"conv1": ("conv1",), "norm1": ("bn1",), "head": ("fc",)}
-    for name, convs, projects in blocks:
+    for name, convs, projects, _ in blocks:
         theirs = name.replace("_", ".")
         for i in range(1, len(convs) + 1):
             names |= {f"{name}/conv{i}": (f"{theirs}.conv{i}",), f"{name}/norm{i}": (f"{theirs}.bn{i}",)}

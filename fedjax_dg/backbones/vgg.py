@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from fedjax_dg.backbones.backbone import Backbone, max_pool
 from fedjax_dg.backbones.layers import (
     NORMS,
+    Stage,
     adaptive_avg_pool,
     check_dropout,
     check_norm,
@@ -22,6 +23,7 @@ from fedjax_dg.backbones.layers import (
 FILTERS = (64, 128, 256, 256, 512, 512, 512, 512)
 POOLS = (1, 2, 4, 6, 8)  # the convolutions that a 2 x 2 pool follows
 WIDTH = 4096
+STAGES = 3  # the first pools, where methods may act between stages
 POOLED = 7  # the dense layers see 7 x 7 places, whatever the image
 # torchvision's numbers of the convolutions; it counts the norms and the activations too
 PLACES = {None: (0, 3, 6, 8, 11, 13, 16, 18), "batch": (0, 4, 8, 11, 15, 18, 22, 25)}
@@ -41,13 +43,15 @@ class VGG11(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B 7 7 C"]:
+    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R 7 7 C"]:
         running = self.freeze_bn or not train
         for i, filters in enumerate(FILTERS, 1):
             x = conv(filters, 3, padding=1, name=f"conv{i}")(x)
             x = nn.relu(normalise(x, self.norm, running, mask, name=f"norm{i}"))
             if i in POOLS:
                 x = max_pool(x)
+                if i in POOLS[:STAGES]:
+                    x, mask = Stage()(x, mask)
         return adaptive_avg_pool(x, POOLED, POOLED)
 
     def reduce(self, maps: Float[Array, "B 7 7 C"], train: bool) -> Float[Array, "B D"]:
@@ -56,7 +60,7 @@ class VGG11(nn.Module):
             x = self.drop(nn.relu(dense(x)), deterministic=not train)
         return x
 
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "B D"]:
+    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R D"]:
         return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
