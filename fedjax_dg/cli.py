@@ -44,7 +44,7 @@ from fedjax_dg.experiment import (
     run_grid,
     table_title,
 )
-from fedjax_dg.plots import plot_alignment
+from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
 from fedjax_dg.results import Cell, RunFolder, read_json, rows
 from fedjax_dg.traffic import Traffic, as_json, traffic_of
 
@@ -187,13 +187,24 @@ def _table_command(console: Console):
 
 
 def _plot_command(console: Console):
-    def plot(runs: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
-        """Draw what alignment and RegMean did in each run folder."""
+    def plot(runs: Annotated[tuple[str, ...], tyro.conf.Positional], together: str | None = None) -> int:
+        """Draw each run's accuracy by round, and what alignment and RegMean did in it.
+
+        Args:
+            runs: Run folders.
+            together: Draw the accuracies of all of them in one figure, in this folder.
+        """
         if not runs:
             raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
-        for run in runs:
-            for path in plot_alignment(run):
-                console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
+        drawn = []
+        if together is not None:
+            Path(together).mkdir(parents=True, exist_ok=True)
+            drawn += plot_accuracy(runs, together)
+        else:
+            for run in runs:
+                drawn += plot_accuracy([run], run) + (plot_alignment(run) if aligned_in(run) else [])
+        for path in drawn:
+            console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
         return 0
 
     return plot

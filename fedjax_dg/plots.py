@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 MOST_NAMED = 12  # layers in a legend
+#: Okabe and Ito's, which colour-blind people tell apart, without yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def plot_alignment(run: str | Path) -> list[Path]:
@@ -18,16 +20,8 @@ def plot_alignment(run: str | Path) -> list[Path]:
     Values are means over stations and over the run's cells (seeds, held-out domains) with the same server rule. Raises
     ``ValueError`` for a folder without such records, and where matplotlib is missing.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("Figures need matplotlib: run pip install 'fedjax-dg[plots]'.") from None
-    run = Path(run)
-    if not (run / "metrics.jsonl").exists():
-        raise ValueError(f"{run} has no metrics.jsonl: give the folder of a run.")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if {"fot", "regmean"} & set(record.get("merge", {}))]
+    matplotlib, Figure = _matplotlib()
+    records = aligned_in(run)
     if not records:
         raise ValueError(
             f"{run} has no round in which layers were aligned or merged: run it with --aggregator hfedatm."
@@ -37,7 +31,106 @@ def plot_alignment(run: str | Path) -> list[Path]:
     parts = figure.subfigures(len(rules), 1, squeeze=False)[:, 0]
     for part, rule in zip(parts, rules):
         _draw_rule(part, rule, [record for record in records if record["aggregator"] == rule], matplotlib.colormaps)
-    paths = [run / f"alignment.{kind}" for kind in ("png", "svg")]
+    return _save(figure, Path(run), "alignment")
+
+
+def plot_accuracy(runs: Sequence[str | Path], folder: str | Path) -> list[Path]:
+    """Draw accuracy on the held-out domain against the server round, a panel per domain and a line per algorithm and server
+    rule: ``accuracy.png`` and ``.svg`` in ``folder``.
+
+    Lines are means over seeds, bands reach from the lowest seed to the highest. Raises ``ValueError`` for a folder without
+    an evaluated round, and where matplotlib is missing.
+    """
+    _, Figure = _matplotlib()
+    curves: dict[str, dict[str, dict[int, list[float]]]] = {}  # domain -> line -> round -> accuracies of seeds
+    for run in runs:
+        records = [record for record in records_of(run) if "accuracy" in record]
+        if not records:
+            raise ValueError(f"{run} has no evaluated round yet: let it go on.")
+        for record in records:
+            line = f"{record['algorithm']}, {record['aggregator']}"
+            line += f" ({Path(run).name})" if len(runs) > 1 else ""
+            of_line = curves.setdefault(record["held_out"], {}).setdefault(line, {})
+            of_line.setdefault(record["round"], []).append(100 * record["accuracy"])
+    figure = Figure(figsize=(5.0 * len(curves), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
+    names = list(dict.fromkeys(line for lines in curves.values() for line in lines))
+    for axes, (domain, lines) in zip(panels, curves.items()):
+        for line, by_round in lines.items():
+            number = names.index(line)
+            color, marker = COLORS[number % len(COLORS)], "osD^v"[number % 5]
+            rounds = sorted(by_round)
+            accuracies = [by_round[r] for r in rounds]
+            means = [float(np.mean(a)) for a in accuracies]
+            axes.plot(rounds, means, color=color, marker=marker, markersize=3.5, linewidth=1.4, label=line)
+            axes.fill_between(
+                rounds, [min(a) for a in accuracies], [max(a) for a in accuracies], color=color, alpha=0.15
+            )
+        axes.set_title(f"{domain} held out", fontsize=10)
+        axes.set_xlabel("server round")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("accuracy on the held-out domain, %")
+    panels[0].legend(fontsize=7)
+    return _save(figure, Path(folder), "accuracy")
+
+
+def plot_latents(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray]], labels: tuple[np.ndarray, np.ndarray], folder: str | Path
+) -> list[Path]:
+    """Draw features of real examples beside latents made from the head, by t-SNE, a panel for each way they were made:
+    ``latents.png`` and ``.svg`` in ``folder``.
+
+    ``panels``: title -> (real [N, n], made [L, n]), each panel with an embedding of its own; ``labels``: class of every row
+    of both, told by colour. Raises ``ValueError`` where matplotlib or scikit-learn is missing.
+    """
+    _, Figure = _matplotlib()
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        raise ValueError("This figure needs scikit-learn: run pip install 'fedjax-dg[plots]'.") from None
+    figure = Figure(figsize=(4.2 * len(panels), 4.6), layout="constrained")
+    for axes, (title, (real, made)) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+        rows = np.concatenate([real, made])
+        places = TSNE(init="pca", perplexity=min(30, (len(rows) - 1) / 3), random_state=0).fit_transform(rows)
+        for part, label, marker, name in (
+            (places[: len(real)], labels[0], "o", "real"),
+            (places[len(real) :], labels[1], "x", "made"),
+        ):
+            colors = [COLORS[int(y) % len(COLORS)] for y in label]
+            face = {"facecolors": "none", "edgecolors": colors} if marker == "o" else {"color": colors}
+            axes.scatter(part[:, 0], part[:, 1], s=14, marker=marker, linewidths=0.8, label=name, **face)
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.legend(fontsize=7, labelcolor="black")
+    return _save(figure, Path(folder), "latents")
+
+
+def records_of(run: str | Path) -> list[dict]:
+    """The lines of a run folder's ``metrics.jsonl``; ``ValueError`` where there is none."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{run} has no metrics.jsonl: give the folder of a run.")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def aligned_in(run: str | Path) -> list[dict]:
+    """Those in which layers were aligned or merged by RegMean."""
+    return [record for record in records_of(run) if {"fot", "regmean"} & set(record.get("merge", {}))]
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("Figures need matplotlib: run pip install 'fedjax-dg[plots]'.") from None
+    return matplotlib, Figure
+
+
+def _save(figure: Any, folder: Path, name: str) -> list[Path]:
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=150)
     return paths

@@ -17,7 +17,7 @@ from fedjax_dg.alignment.groups import Axis, Group
 from fedjax_dg.backbones.backbone import Forward, first_readers
 from fedjax_dg.errors import unknown
 from fedjax_dg.styles import Summary, at_stages, style_of
-from fedjax_dg.types import Algorithm, Examples, Start, Variables
+from fedjax_dg.types import Algorithm, Disclosure, Examples, Start, Variables
 
 ATTENTION_WIDTH = 30  # the paper's d_k
 
@@ -267,6 +267,8 @@ def stablefdg(
         error = cross_entropy(forward.logits, labels, mask)
         return error, (first_rows(forward, len(batch.mask)), {"copies": (mask.sum() - batch.mask.sum()) * 1.0})
 
-    return gradient_method(
-        loss, optimizer(hparams.client_lr), adapt=adapt, init=init, survey=survey, digest=digest, absorb=absorb
+    told = Disclosure(
+        "mean and deviation of the styles of its images at the first stage", "server and one other client"
     )
+    hooks = {"adapt": adapt, "init": init, "survey": survey, "digest": digest, "absorb": absorb, "discloses": (told,)}
+    return gradient_method(loss, optimizer(hparams.client_lr), **hooks)
