@@ -1,5 +1,6 @@
 """LSI: latent space inversion, the translator, the invariance loss, importance-weighted averaging."""
 
+import dataclasses
 import functools
 
 import chex
@@ -314,6 +315,35 @@ def test_heads_come_from_one_start_and_each_from_its_own_client(stages):
     assert not np.allclose(head.kernel[0], head.kernel[1])
 
 
+@pytest.mark.slow
+def test_the_discriminator_knows_the_domains_of_real_features_when_round_1_begins():
+    """As all clients start from one model, latents and the features of round 1 live in one basis. Chance is 1/3."""
+    federation = tiny_federation([[24], [24], [24]], batch_size=8)
+    clients = federation.clients
+    shifts = jnp.array([[2.0, 0.0], [0.0, 2.0], [-2.0, 0.0]])  # of the images' two channels, by domain
+    clients = clients._replace(inputs=clients.inputs + shifts[:, None, None, None, None, :])
+    federation = dataclasses.replace(federation, clients=clients)
+    options = {"num_sources": 3, "hidden": 64, "head_epochs": 20, "bank": 10}
+    algorithm = lsi(
+        LSIHparams(client_lr=0.002, translator_lr=1e-3), **options, inversion_steps=2000, translator_steps=2000
+    )
+    round_fn = make_round(tiny_backbone(), algorithm, federation.topology)
+    left = {}
+
+    def stage(name, state, advance, blocks, tell=None):
+        left[name] = jax.tree.map(np.array, run_stage(name, state, advance, blocks))
+        return jax.tree.map(jnp.array, left[name])
+
+    state = round_fn.init(KEY)
+    start = jax.tree.map(np.array, state.variables)
+    next(run_blocks(round_fn, state, federation, 1, KEY, stage=stage))
+    nets = translation.Networks(translation.Translator(5, 64, False), translation.Discriminator(64, 3))
+    features = round_fn.backbone.features(start, clients.inputs.reshape(-1, 6, 6, 2))
+    _, domain = nets.judge(left["translator"].discriminator, features)
+    accuracy = (np.asarray(domain.argmax(-1)).reshape(3, 24) == np.arange(3)[:, None]).mean()
+    assert accuracy > 0.5, accuracy
+
+
 def test_another_number_of_domains_is_refused_before_round_1():
     federation = tiny_federation([[6, 4], [5, 7]], batch_size=4)
     round_fn = make_round(tiny_backbone(), lsi(**SMALL), federation.topology)
@@ -524,6 +554,8 @@ def test_opposite_signs_cancel_in_the_gradient_of_a_batch_and_not_in_that_of_its
     expected = 2 * (np.abs(w[0] + w[1]) + np.abs(w[0] - w[1]))
     np.testing.assert_allclose(one[1], expected, rtol=1e-4)
     np.testing.assert_allclose(both[1], 2 * np.abs((w[0] + w[1]) - (w[0] - w[1])), rtol=1e-4, atol=1e-6)
+    more = omega_of(inputs, microbatch=5)[1].omega["body"]["kernel"]  # than there are examples
+    np.testing.assert_allclose(more, both, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])

@@ -36,6 +36,11 @@ SCAFFOLD = words("--algorithm scaffold --aggregator mean,fedavgm --participants 
 MTGC = words("--algorithm mtgc --aggregator mean --rounds 6 --eval-every 2 --seeds 1")
 # client state, random predictions, merges with Gram matrices
 FEDSR = words("--algorithm fedsr --aggregator hfedatm --rounds 3 --seeds 1")
+# work before round 1: two parts each to make latents and to train a translator
+LSI = words(
+    "--algorithm lsi --aggregator mean --held-out noto --rounds 2 --seeds 1 --client-lr 0.01 --set head_epochs=1"
+)
+LSI += words("--set bank=1 --set inversion_steps=501 --set translator_steps=501 --set hidden=8")
 # to be killed: more rounds of a program of SCAFFOLD
 LONG = words("--algorithm scaffold --aggregator fedavgm --participants 1 --rounds 6 --seeds 1")
 
@@ -289,6 +294,38 @@ def test_states_of_clients_and_stations_survive(tmp_path, options):
     assert kinds == {"variables", "clients", "round"} | ({"stations"} if options is MTGC else set())
     assert run(tmp_path / "run", *options, "--resume") == 0
     assert_same_run(tmp_path / "run", everything(tmp_path / "whole"))
+
+
+def test_stages_before_round_1_go_on_where_they_were(tmp_path):
+    """LSI's, killed when its translator is half done: what was done is not done again, and the end is the same."""
+    run(tmp_path / "whole", *LSI)
+    save, saved, asked = Checkpoints.save, [], []
+
+    def killed(self, progress):
+        saved.append(self.path.parent.name)
+        if len(saved) == 5:
+            raise KeyboardInterrupt
+        save(self, progress)
+
+    def counted(self, progress):
+        asked.append(self.path.parent.name)
+        save(self, progress)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", killed)
+        assert run(tmp_path / "run", *LSI) == 130
+    assert saved == ["heads", "latents", "latents", "translator", "translator"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", counted)
+        assert run(tmp_path / "run", *LSI, "--resume") == 0
+    assert asked == ["translator", "checkpoints", "checkpoints"]
+    name = "lsi-mean-noto-seed0"
+    for path in (f"checkpoints/{name}", f"stages/translator/{name}", f"stages/latents/{name}"):
+        assert latest(tmp_path / "run" / path) == latest(tmp_path / "whole" / path)
+    lines = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in ("run", "whole")]
+    assert lines[0] == lines[1]
+    told = [json.loads(line) for line in lines[0]]
+    assert [(t.get("stage"), t["round"]) for t in told if "domain_accuracy" in t] == [("translator", 0)] * 2
 
 
 def test_a_metrics_line_without_its_checkpoint_is_written_once(tmp_path, expected):

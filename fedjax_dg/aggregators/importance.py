@@ -84,7 +84,9 @@ def importance(
 
     def measure(backbone, start, variables, examples, key, seen):
         def of_batch(batch: Examples):
-            parts = jax.tree.map(lambda x: x.reshape(-1, microbatch, *x.shape[1:]), (batch.inputs, batch.mask))
+            missing = -len(batch.mask) % microbatch  # where a client has fewer places
+            fill = lambda x: jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
+            parts = jax.tree.map(lambda x: fill(x).reshape(-1, microbatch, *x.shape[1:]), (batch.inputs, batch.mask))
             gradients = jax.vmap(lambda part: measured(backbone, variables, *part))(parts)
             return Importance(
                 jax.tree.map(lambda g: jnp.abs(g).sum(0), gradients), batch.mask.sum().astype(jnp.float32)
