@@ -74,6 +74,15 @@ def choose_heads(counts: Int[Array, "J M"], batches: int) -> Int[Array, "M s"]:
     return jax.vmap(of_domain, in_axes=1)(up_to).astype(jnp.int32)
 
 
+def shares_of(counts: Int[Array, "J M"]) -> Float[Array, " J"]:
+    """How much each client's head has a say: every domain as much as any other, its clients by the examples they hold.
+
+    >>> shares_of(jnp.array([[30, 0], [0, 5], [10, 0], [0, 0]])).tolist()
+    [0.375, 0.5, 0.125, 0.0]
+    """
+    return (counts / jnp.maximum(counts.sum(0), 1)).mean(1)
+
+
 def adam(learning_rate: ArrayLike) -> optax.GradientTransformation:
     """The inversion's optimizer."""
     return optax.adam(jnp.asarray(learning_rate), b1=0.5, b2=0.9)

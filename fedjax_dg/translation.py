@@ -139,18 +139,20 @@ def translator_loss(
     discriminator: PyTree,
     nets: Networks,
     heads: Head,
+    say: Float[Array, " J"],
     batch: Latents,
     target: Array,
     weights: TranslationWeights,
     key,
 ) -> Float[Array, ""]:
-    """-E D_src(G) + lambda_cls CE(D_cls(G), d') + lambda_rec E mean_j | z_j - G(G(z, d, d'), d', d)_j | + lambda_y M mean
-    over the heads of CE(h(G), y): with one head a domain, the sum over the source heads."""
+    """-E D_src(G) + lambda_cls CE(D_cls(G), d') + lambda_rec E mean_j | z_j - G(G(z, d, d'), d', d)_j | + lambda_y M
+    sum_j s_j CE(h_j(G), y), ``say`` s summing to 1: with one head a domain, the sum over the source heads."""
     keys = jax.random.split(key, 3)
     fake = nets.translate(params, batch.z, batch.domain, target, keys[0])
     score, domain = nets.judge(discriminator, fake, keys[1])
     back = nets.translate(params, fake, target, batch.domain, keys[2])
-    kept = jax.vmap(lambda head: mean_error(logits_of(head, fake), batch.labels))(heads).mean() * nets.num_domains
+    errors = jax.vmap(lambda head: mean_error(logits_of(head, fake), batch.labels))(heads)
+    kept = nets.num_domains * (say * errors).sum()
     losses = (-score.mean(), weights.cls * mean_error(domain, target), weights.rec * jnp.abs(batch.z - back).mean())
     return jnp.asarray(sum(losses, weights.y * kept))
 
@@ -159,6 +161,7 @@ def play(
     players: Players,
     nets: Networks,
     heads: Head,
+    say: Float[Array, " J"],
     latents: Latents,
     weights: TranslationWeights,
     learning_rate: ArrayLike,
@@ -186,7 +189,7 @@ def play(
 
         def move(players):
             gradient = jax.grad(translator_loss)(
-                players.translator, players.discriminator, nets, heads, batch, target, weights, keys[3]
+                players.translator, players.discriminator, nets, heads, say, batch, target, weights, keys[3]
             )
             updates, moments = optimizer.update(gradient, players.translator_moments)
             translator = optax.apply_updates(players.translator, updates)
@@ -197,7 +200,9 @@ def play(
     return jax.lax.fori_loop(first, first + steps, step, players)
 
 
-def quality(players: Players, nets: Networks, heads: Head, latents: Latents, key) -> dict[str, Float[Array, ""]]:
+def quality(
+    players: Players, nets: Networks, heads: Head, say: Float[Array, " J"], latents: Latents, key
+) -> dict[str, Float[Array, ""]]:
     """Of translations to random domains: their domain by D_cls, their class by the heads, and the error of the way back."""
     rows_key, target_key = jax.random.split(key)
     index = jax.random.randint(rows_key, (1024,), 0, len(latents.z))
@@ -208,6 +213,6 @@ def quality(players: Players, nets: Networks, heads: Head, latents: Latents, key
     found = jax.vmap(lambda head: logits_of(head, fake).argmax(-1) == rows.labels)(heads)
     return {
         "domain_accuracy": (nets.judge(players.discriminator, fake)[1].argmax(-1) == target).mean(),
-        "class_accuracy": found.mean(),
+        "class_accuracy": (say * found.mean(1)).sum(),
         "cycle_error": jnp.abs(rows.z - back).mean(),
     }

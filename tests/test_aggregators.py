@@ -290,6 +290,7 @@ def test_hfedatm_undoes_the_order_of_every_station(net):
     near(as_they_are, expected)
 
 
+@pytest.mark.slow
 def test_hfedatm_of_shuffled_copies_is_the_model():
     """LeNet-5, through the whole merge: the function of the mean is that of each copy."""
     backbone, start = backbone_of("lenet5"), model("lenet5", 0)

@@ -183,6 +183,7 @@ def test_convolution_and_pool_suit_the_platform_they_are_lowered_for(platform, i
 # --- precision ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

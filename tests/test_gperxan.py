@@ -177,6 +177,7 @@ def test_permuting_units_keeps_the_function_and_leaving_a_leaf_behind_does_not()
         assert abs(passes(permute(model, alone, order))[0] - expected[0]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_round_of_resnet18_has_the_types_of_its_state():
     """Shapes only: nothing is compiled."""
     federation = tiny_federation([[3, 2]], batch_size=2)

@@ -207,7 +207,7 @@ def test_a_step_of_the_discriminator_does_not_move_the_translator_and_every_fift
     start = nets.init(KEY)
     play = jax.jit(
         lambda players, first, steps: translation.play(
-            players, nets, heads, latents, translation.TranslationWeights(), 1e-3, first, steps, KEY
+            players, nets, heads, jnp.ones(1), latents, translation.TranslationWeights(), 1e-3, first, steps, KEY
         )
     )
     four, five = play(start, 0, 4), play(start, 0, 5)
@@ -226,11 +226,13 @@ def test_the_translators_loss_is_that_of_a_plain_computation(monkeypatch):
     latents, target = latents_of(6), jnp.array([2, 0, 1, 1, 2, 0])
     heads = several(plain_head(np.eye(4)[:, :2]), plain_head(np.eye(4)[:, 2:]))
     weights = translation.TranslationWeights(cls=0.5, rec=10.0, y=0.1)
-    found = translation.translator_loss((), (), networks(), heads, latents, target, weights, KEY)
+    found = translation.translator_loss(
+        (), (), networks(), heads, jnp.array([0.25, 0.75]), latents, target, weights, KEY
+    )
     fake = latents.z + (target - latents.domain)[:, None]
     error = lambda logits, y: optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-    kept = error(fake[:, :2], latents.labels) + error(fake[:, 2:], latents.labels)
-    expected = -fake[:, 0].mean() + 0.5 * error(fake[:, :3], target) + 0.1 * 3 * kept / 2  # the way back is exact
+    kept = 0.25 * error(fake[:, :2], latents.labels) + 0.75 * error(fake[:, 2:], latents.labels)
+    expected = -fake[:, 0].mean() + 0.5 * error(fake[:, :3], target) + 0.1 * 3 * kept  # the way back is exact
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -264,9 +266,13 @@ def test_a_translator_learns_to_move_features_between_domains():
     kernel[1] = -4.0, 4.0
     heads, nets = several(plain_head(kernel)), networks(hidden=64)
     weights = translation.TranslationWeights()
-    play = jax.jit(lambda players: translation.play(players, nets, heads, latents, weights, 1e-3, 0, 4000, KEY))
+    play = jax.jit(
+        lambda players: translation.play(players, nets, heads, jnp.ones(1), latents, weights, 1e-3, 0, 4000, KEY)
+    )
     start = nets.init(KEY)
-    before, after = (translation.quality(players, nets, heads, latents, KEY) for players in (start, play(start)))
+    before, after = (
+        translation.quality(players, nets, heads, jnp.ones(1), latents, KEY) for players in (start, play(start))
+    )
     assert before["domain_accuracy"] < 0.6 and before["cycle_error"] > 0.4
     assert after["domain_accuracy"] > 0.9 and after["class_accuracy"] > 0.95 and after["cycle_error"] < 0.25
 

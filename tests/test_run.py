@@ -282,6 +282,7 @@ def test_interrupted_and_resumed_is_the_same_run(tmp_path, expected, capsys, num
     assert_same_run(tmp_path / "run", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [MTGC, pytest.param(FEDSR, marks=pytest.mark.slow)])
 def test_states_of_clients_and_stations_survive(tmp_path, options):
     assert run(tmp_path / "whole", *options) == 0
@@ -296,6 +297,7 @@ def test_states_of_clients_and_stations_survive(tmp_path, options):
     assert_same_run(tmp_path / "run", everything(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_stages_before_round_1_go_on_where_they_were(tmp_path):
     """LSI's, killed when its translator is half done: what was done is not done again, and the end is the same."""
     run(tmp_path / "whole", *LSI)
@@ -520,6 +522,7 @@ def test_a_cell_that_breaks_down_stops_and_the_others_finish(tmp_path, capsys):
     assert (again["cells"], again["failed"]) == (result["cells"], result["failed"])
 
 
+@pytest.mark.slow
 def test_a_rate_far_too_high_stops_every_cell(tmp_path, capsys):
     options = ["--aggregator", "mean", "--seeds", "1", "--rounds", "2", "--local-steps", "2", "--client-lr", "1e30"]
     assert run(tmp_path / "run", *options) == 1

@@ -100,6 +100,7 @@ def data_of(station):
 
 
 # the contract suite has every rule with SCAFFOLD, at the server
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [scaffold, mtgc])
 @pytest.mark.parametrize("name", ["feddg_ga", *(pytest.param(n, marks=pytest.mark.slow) for n in RULES[1:])])
 def test_a_rule_works_at_both_tiers_under_a_server_optimizer(name, algorithm):

@@ -176,6 +176,7 @@ def test_every_way_of_aligning_is_the_same_on_a_mesh(options):
     chex.assert_trees_all_close(info.server_merge["fot"], told.server_merge["fot"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_rule_at_both_tiers_is_the_same_on_a_mesh():
     """A station whose clients are on several devices aligns and merges them too."""
     federation = tiny_federation([[3, 5, 2, 4], [4, 2, 6, 1]], batch_size=2)
@@ -225,6 +226,7 @@ def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_cpu_devices_share_a_cell(tmp_path, capsys):
     alone, spread = tmp_path / "alone", tmp_path / "spread"
     assert main([*RUN.split(), "--out", str(alone)]) == 0

@@ -139,7 +139,7 @@ def lsi(
     Deviations: a domain is a domain, not a client: where several clients hold one, its latents are made from all of their
     heads, as often as each holds its examples, and d is the example's. One common start, so that the clients' features
     live in one basis; latents, labels and optimizer of every batch are its own; the discriminator's loss is WGAN-GP's, as
-    in the code, its penalty row by row. Source: Palakkadavath, Le, Nguyen-Tang, Gupta, Venkatesh, ICDM 2025,
+    in the code, its penalty row by row. Source: Palakkadavath et al., ICDM 2025,
     https://arxiv.org/abs/2512.10224.
     """
     for kind, given, allowed in (
@@ -172,7 +172,8 @@ def lsi(
         sources = jnp.asarray(sources_of(data[0], num_sources))
         heads, counts = local_heads(backbone, state.variables, sources, data, keys[0], workshop)
         rows = latents_of(heads, counts, keys[1], workshop)
-        translator = translator_of(networks(backbone), heads, rows, keys[2], workshop)
+        say = inversion.shares_of(counts)
+        translator = translator_of(networks(backbone), heads, say, rows, keys[2], workshop)
         shared = Translation(translator, sources)
         placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), shared, state.shared)
         return state._replace(shared=placed)
@@ -206,22 +207,22 @@ def lsi(
         domain = jnp.broadcast_to(jnp.arange(num_sources)[:, None, None], made.labels.shape)
         return translation.Latents(made.z.reshape(-1, made.z.shape[-1]), made.labels.reshape(-1), domain.reshape(-1))
 
-    def translator_of(nets, heads, rows, key, workshop):
+    def translator_of(nets, heads, say, rows, key, workshop):
         """Stage 3."""
         start_key, play_key, told_key = jax.random.split(key, 3)
 
         @jax.jit
-        def play(players, heads, rows, block):
+        def play(players, heads, say, rows, block):
             steps = inversion.steps_in(block, translator_steps, PART)
             first, lr = block * PART, hparams.translator_lr
-            return translation.play(players, nets, heads, rows, weights, lr, first, steps, play_key)
+            return translation.play(players, nets, heads, say, rows, weights, lr, first, steps, play_key)
 
         players = workshop.stage(
             "translator",
             nets.init(start_key),
-            lambda players, block: play(players, heads, rows, block),
+            lambda players, block: play(players, heads, say, rows, block),
             inversion.blocks_of(translator_steps, PART),
-            lambda players: translation.quality(players, nets, heads, rows, told_key),
+            lambda players: translation.quality(players, nets, heads, say, rows, told_key),
         )
         return players.translator
 
