@@ -5,6 +5,7 @@ The methods, settings and margins are those for which it is real (experiments/re
 
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.slow
 def experiment():
     path = Path(__file__).parents[1] / "experiments" / "spurious.py"
     spec = importlib.util.spec_from_file_location("spurious", path)
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules["spurious"] = module  # where annotations are looked up
     spec.loader.exec_module(module)
     return module
 
