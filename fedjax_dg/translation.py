@@ -62,11 +62,13 @@ class Networks(NamedTuple):
         """G(z, d, d') for domain numbers [B] below M; in evaluation mode without a key."""
         hot = lambda d: jax.nn.one_hot(d, self.num_domains)
         rngs = None if key is None else {"dropout": key}
+        # ignored: apply's type also has the pair that it returns with mutable collections
         return self.translator.apply({"params": params}, z, hot(source), hot(target), key is not None, rngs=rngs)  # type: ignore
 
     def judge(self, params: PyTree, z: Array, key=None) -> tuple[Array, Array]:
         """D_src [B] and the logits of D_cls [B, M]; in evaluation mode without a key."""
         rngs = None if key is None else {"dropout": key}
+        # ignored: as above
         return self.discriminator.apply({"params": params}, z, key is not None, rngs=rngs)  # type: ignore
 
     def init(self, key) -> Players:
