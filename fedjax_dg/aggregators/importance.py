@@ -70,7 +70,7 @@ def importance(
     length = (lambda x: (x**2).sum(-1)) if squared else (lambda x: jnp.sqrt((x**2).sum(-1) + 1e-12))
 
     def measured(backbone, variables: Variables, inputs, mask):
-        """f summed over the rows of [B] that are real."""
+        """The gradient of f summed over the real rows [B]."""
 
         def total(params):
             here = variables._replace(params=params)

@@ -212,15 +212,15 @@ def lsi(
         start_key, play_key, told_key = jax.random.split(key, 3)
 
         @jax.jit
-        def play(players, heads, say, rows, block):
+        def play(players, heads, say, rows, block, key):  # the key is no constant of the program, which seeds share
             steps = inversion.steps_in(block, translator_steps, PART)
             first, lr = block * PART, hparams.translator_lr
-            return translation.play(players, nets, heads, say, rows, weights, lr, first, steps, play_key)
+            return translation.play(players, nets, heads, say, rows, weights, lr, first, steps, key)
 
         players = workshop.stage(
             "translator",
             nets.init(start_key),
-            lambda players, block: play(players, heads, say, rows, block),
+            lambda players, block: play(players, heads, say, rows, block, play_key),
             inversion.blocks_of(translator_steps, PART),
             lambda players: translation.quality(players, nets, heads, say, rows, told_key),
         )
