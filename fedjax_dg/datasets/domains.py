@@ -1,8 +1,12 @@
 """The records that every data set is handed over in. Host memory only: nothing here or beside it imports JAX."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
+
+from fedjax_dg.datasets.images import Images
 
 
 class Domains(NamedTuple):
@@ -12,7 +16,8 @@ class Domains(NamedTuple):
 
     Attributes:
       name: name of the data set, as in `fedjax_dg.datasets.DATASETS`.
-      inputs: [M, ...], images are uint8 [M, height, width, channels].
+      inputs: [M, ...], images are uint8 [M, height, width, channels]; in memory, memory-mapped, or `Images`, which
+        are decoded when they are indexed.
       labels: int32 [M], index into `class_names`.
       domain: int32 [M], index into `domain_names`.
       identity: int32 [M], the item that is depicted; an item may occur once in each of several domains, always
@@ -21,16 +26,20 @@ class Domains(NamedTuple):
         be drawn.
       domain_names: names of the domains, in the order of their ids.
       class_names: names of the classes, in the order of their labels.
+      files: where each example was read from, a path below the data set's folder; None where examples are no files.
+      notice: what a user should know about how the files were read, in a sentence or two; None for nothing.
     """
 
     name: str
-    inputs: np.ndarray
+    inputs: np.ndarray | Images
     labels: np.ndarray
     domain: np.ndarray
     identity: np.ndarray | None
     validation: np.ndarray | None
     domain_names: tuple[str, ...]
     class_names: tuple[str, ...]
+    files: tuple[str, ...] | None = None
+    notice: str | None = None
 
 
 class Summary(NamedTuple):

@@ -1,0 +1,70 @@
+"""Rows of a data set in blocks, decoded ahead of time in parallel worker processes (grain)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+from numpy.typing import NDArray
+
+from fedjax_dg.datasets.images import Images
+
+#: Blocks that each worker process keeps ready.
+AHEAD = 2
+#: Threads that read where no process does; Pillow lets go of Python while it decodes.
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A grain data source: block i is ``inputs`` at ``rows[i]``, zeros where a row is -1."""
+
+    inputs: Any  # [M, ...]: an array, memory-mapped or not, or ``Images``
+    rows: NDArray[np.integer]  # [n, U]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i) -> np.ndarray:
+        rows = self.rows[i]
+        out = np.zeros((len(rows), *self.inputs.shape[1:]), self.inputs.dtype)
+        real = rows >= 0
+        out[real] = self.inputs[rows[real]]
+        return out
+
+
+def read(inputs: np.ndarray | Images, rows: NDArray[np.integer], workers: int = 0) -> Iterator[np.ndarray]:
+    """Blocks [U, ...] of ``inputs`` [M, ...] by their rows [n, U] (-1: zeros), in order, while the next are being read.
+
+    ``workers``: processes that decode; 0 = threads of this one. Neither changes what is read. Raises what decoding raises.
+    """
+    if not flags.FLAGS.is_parsed():  # grain's processes ask absl's flags, which only absl's own programs parse
+        flags.FLAGS.mark_as_parsed()
+    source = grain.MapDataset.source(Blocks(inputs, rows))
+    num_threads = 1 if workers else THREADS
+    threads = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_threads, AHEAD))
+    blocks = source.to_iter_dataset(threads)
+    if workers:
+        blocks = blocks.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=AHEAD))
+    iterator = iter(blocks)
+    try:
+        yield from iterator
+    finally:
+        iterator.close()
+
+
+def read_all(inputs: np.ndarray | Images, workers: int = 0, size: int = 64) -> np.ndarray:
+    """All of ``inputs`` in memory; arrays as they are."""
+    if not isinstance(inputs, Images):
+        return inputs
+    rows = np.full(-(-len(inputs) // size) * size, -1)
+    rows[: len(inputs)] = np.arange(len(inputs))
+    out = np.empty(inputs.shape, inputs.dtype)
+    for number, block in enumerate(read(inputs, rows.reshape(-1, size), workers)):
+        part = out[number * size : (number + 1) * size]
+        part[:] = block[: len(part)]
+    return out
