@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from fedjax_dg.datasets.images import Images
 
 
 class Domains(NamedTuple):
@@ -31,7 +29,7 @@ class Domains(NamedTuple):
     """
 
     name: str
-    inputs: np.ndarray | Images
+    inputs: Any
     labels: np.ndarray
     domain: np.ndarray
     identity: np.ndarray | None
