@@ -81,7 +81,7 @@ def device_memory() -> int:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1)
-    return (device.memory_stats() or {}).get("bytes_limit", 16 * 2**30)
+    return int((device.memory_stats() or {}).get("bytes_limit", 16 * 2**30))
 
 
 class Duration(NamedTuple):

@@ -190,7 +190,7 @@ def shapes(federation: Federation, mesh: sharding.Mesh | None = None) -> Drawn:
     assert source is not None
     (domains, deal), topology = source, source.deal.topology
     where = sharding.of_clients(mesh) if mesh else None
-    shape = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+    shape = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype), sharding=where)
     key, mask, ids = jax.random.key(0), shape(deal.held.shape, bool), shape(deal.ids.shape, np.int32)
     picked, plan = jax.eval_shape(functools.partial(plan_round, topology, number=0), mask, ids, key)
     rows = (*picked.shape, pool_size(topology, deal.held.shape[-1]))
