@@ -93,14 +93,16 @@ def feed(
     source = federation.source
     assert source is not None
     parts = _feed(source, done, rounds, eval_every, key, mesh, workers)
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, parts, None)
-        try:
-            while (part := coming.result()) is not None:
-                coming = thread.submit(next, parts, None)
-                yield part
-        finally:
-            thread.submit(parts.close).result()
+    thread = ThreadPoolExecutor(1)
+    coming = thread.submit(next, parts, None)
+    try:
+        while (part := coming.result()) is not None:
+            coming = thread.submit(next, parts, None)
+            yield part
+    finally:
+        # without waiting: a collector that finds this generator may be running in that very thread
+        coming.add_done_callback(lambda _: parts.close())
+        thread.shutdown(wait=False)
 
 
 def _feed(source, done, rounds, eval_every, key, mesh, workers) -> Generator[Any]:

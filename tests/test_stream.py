@@ -1,6 +1,7 @@
 """Streamed federations: the same batches, models and scores as resident ones, whatever is read when and by whom."""
 
-import gc
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import tiny_backbone, tiny_domains
 
-from fedjax_dg import aggregators, algorithms, datasets, federate, make_round, run, run_blocks, sharding, stream
+from fedjax_dg import aggregators, algorithms, datasets, federate, make_round, run, sharding, stream
 from fedjax_dg.algorithms import fedavg, fediir, scaffold
 from fedjax_dg.datasets.reading import read, read_all
 from fedjax_dg.estimate import fits
@@ -152,11 +153,32 @@ def test_shapes_are_those_of_what_comes():
 
 def test_giving_up_in_the_middle_stops_reading():
     streamed = both()[1]
-    round_fn = make_round(BACKBONE, fedavg(), streamed.topology)
-    blocks = run_blocks(round_fn, round_fn.init(KEY), streamed, 50, KEY)
-    next(blocks)
-    blocks.close()
-    gc.collect()  # a thread left behind would warn here
+    before = set(threading.enumerate())
+    coming = stream.feed(streamed, 0, 50, 1, KEY)
+    next(coming)
+    coming.close()
+    ends = time.monotonic() + 60
+    while set(threading.enumerate()) - before and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_feed_that_is_collected_in_its_own_thread_does_not_wait_for_itself(monkeypatch):
+    streamed, examples = both()[1], stream._examples
+    alone, collected, held, calls = threading.Event(), threading.Event(), [], []
+
+    def noting(*given):  # runs in the thread that puts the next part together
+        calls.append(given)
+        if len(calls) == 2 and alone.wait(60):
+            held.clear()
+            collected.set()
+        return examples(*given)
+
+    monkeypatch.setattr(stream, "_examples", noting)
+    held.append(stream.feed(streamed, 0, 50, 1, KEY))
+    next(held[0])
+    alone.set()
+    assert collected.wait(60)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
