@@ -251,8 +251,11 @@ def aggregator_options(name: str) -> dict[str, Any]:
     return {k: p.default for k, p in parameters.items() if k not in ("weighting", "bn_pool")}
 
 
-def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, int]) -> Backbone:
-    """The network a configuration names, for images of that size. ``ValueError`` for an option it does not have."""
+def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, int], channels: int = 3) -> Backbone:
+    """The network a configuration names, for images of that size and so many channels.
+
+    ``ValueError`` for an option it does not have, or images that are not RGB where it takes no others.
+    """
     factory: Callable = BACKBONES[config.backbone]
     given = {"norm": config.norm, "freeze_bn": config.freeze_bn or None}
     for name, value in given.items():
@@ -262,7 +265,16 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
                 f"{name}={value} is given, but {config.backbone} has no such option: leave it out, or choose one of "
                 f"{', '.join(having)}."
             )
-    backbone = factory(num_classes, image_size=image_size, **{k: v for k, v in given.items() if v is not None})
+    given = {k: v for k, v in given.items() if v is not None}
+    if channels != 3:
+        having = [k for k, b in BACKBONES.items() if "channels" in inspect.signature(b).parameters]
+        if config.backbone not in having:
+            raise ValueError(
+                f"{config.backbone} takes images of 3 channels, but those of {config.dataset} have {channels}: choose one "
+                f"of {', '.join(having)}."
+            )
+        given["channels"] = channels
+    backbone = factory(num_classes, image_size=image_size, **given)
     return in_precision(backbone, config.precision)
 
 

@@ -108,8 +108,9 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
 
 
 def backbone_of(grid: Grid) -> Backbone:
-    """The configuration's network for the data set's classes and image size."""
-    return build_backbone(grid.config, len(grid.domains.class_names), grid.domains.inputs.shape[1:3])
+    """The configuration's network for the data set's classes and the shape of its images."""
+    _, height, width, channels = grid.domains.inputs.shape
+    return build_backbone(grid.config, len(grid.domains.class_names), (height, width), channels)
 
 
 def sizes_of(grid: Grid) -> dict[str, int]:
