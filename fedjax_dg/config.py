@@ -13,11 +13,12 @@ from typing import Any
 
 from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
-from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_batch_stats, keep_optimizer
+from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, augmenting, keep_batch_stats, keep_optimizer
 from fedjax_dg.backbones import BACKBONES, PRECISIONS, Backbone, in_precision
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
 from fedjax_dg.federation import check_setting, check_topology
+from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
@@ -81,6 +82,8 @@ class RunConfig:
     """Steps of a client in a station round, instead of local epochs."""
     batch_size: int = 7
     """Examples in a local step."""
+    augment: str = "none"
+    """How training images are augmented: none, domainbed, fl, feddg_ga."""
     client_lr: float = 0.1
     """Step size of the local optimizer."""
     client_optimizer: str | None = None
@@ -155,6 +158,7 @@ def check(config: RunConfig) -> RunConfig:
         ("precision", config.precision, PRECISIONS),
         ("algorithm", config.algorithm, ALGORITHMS),
         ("station aggregator", config.station_aggregator, AGGREGATORS),
+        ("augmentation", config.augment, AUGMENTS),
         ("selection rule", config.selection, SELECTIONS),
         ("station weighting", config.station_weighting, WEIGHTINGS),
         ("server weighting", config.server_weighting, WEIGHTINGS),
@@ -287,6 +291,8 @@ def build_algorithm(config: RunConfig, **sizes: int) -> Algorithm:
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
     given |= {name: size for name, size in sizes.items() if name in inspect.signature(factory).parameters}
     algorithm = factory(hparams, **optimizer, **given)
+    if (augment := AUGMENTS[config.augment]) is not None:
+        algorithm = augmenting(algorithm, augment)
     if config.bn_pool == "local":
         algorithm = keep_batch_stats(algorithm)
     return keep_optimizer(algorithm) if config.keep_optimizer else algorithm

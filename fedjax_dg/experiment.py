@@ -32,6 +32,7 @@ from fedjax_dg.datasets import Domains
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Federation, federate
+from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, run_blocks
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
@@ -125,6 +126,9 @@ def round_of(grid: Grid, aggregator: str) -> Round:
     config = grid.config
     to_server, to_station = build_aggregator(config, aggregator), build_station_aggregator(config)
     backbone, algorithm = backbone_of(grid), build_algorithm(config, **sizes_of(grid))
+    if (augment := AUGMENTS[config.augment]) is not None:  # raises now what it would raise while the round is traced
+        inputs = grid.domains.inputs
+        jax.eval_shape(augment, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype), jax.random.key(0))
     round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
     check_fit(round_fn, next(iter(grid.federations.values())))
     return round_fn
