@@ -157,10 +157,10 @@ def read_digits() -> Pictures:
         raise ValueError(
             "The digits come with scikit-learn, which is not installed: run `pip install 'fedjax-dg[digits]'`."
         ) from None
-    digits = load_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    levels, labels = load_digits(return_X_y=True)
+    images = np.round(np.reshape(levels, (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
     notice = "The 1,797 digits of scikit-learn, 8 x 8 pixels, enlarged where larger images are asked for."
-    return Pictures(images, digits.target.astype(np.int32), DIGITS, notice)
+    return Pictures(images, np.asarray(labels, np.int32), DIGITS, notice)
 
 
 def resized(images: np.ndarray, size: int | None) -> np.ndarray:
@@ -169,7 +169,8 @@ def resized(images: np.ndarray, size: int | None) -> np.ndarray:
         return images
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"image_size={size!r} is no positive whole number: give a side such as 28, or None.")
-    return np.stack([Image.fromarray(x).resize((size, size), Image.Resampling.BILINEAR) for x in images])
+    resize = lambda image: np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR))
+    return np.stack([resize(image) for image in images])
 
 
 # --- protocols ------------------------------------------------------------------------------------------------------
@@ -186,8 +187,9 @@ def rotated(name: str, pictures: Pictures, seed: int, image_size: int | None) ->
     """Six domains of one set of pictures by their angles."""
     pictures, domain = dealt(pictures, np.random.default_rng(seed), len(ANGLES))
     images = resized(pictures.images, image_size)
-    turn = lambda image, angle: Image.fromarray(image).rotate(angle, Image.Resampling.BILINEAR, fillcolor=0)
-    inputs = np.stack([turn(image, ANGLES[g]) for image, g in zip(images, domain)])[..., None]
+    turn = lambda image, angle: image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=0)
+    turned = [np.asarray(turn(Image.fromarray(image), ANGLES[g])) for image, g in zip(images, domain)]
+    inputs = np.stack(turned)[..., None]
     return Domains(
         name, inputs, pictures.labels, domain, None, None, ROTATED, pictures.class_names, notice=pictures.notice
     )
