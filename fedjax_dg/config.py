@@ -13,11 +13,12 @@ from typing import Any
 
 from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
-from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, keep_batch_stats, keep_optimizer
+from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, augmenting, keep_batch_stats, keep_optimizer
 from fedjax_dg.backbones import BACKBONES, PRECISIONS, Backbone, in_precision
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
 from fedjax_dg.federation import check_setting, check_topology
+from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.splits import SPLITS, check_fraction
 from fedjax_dg.types import Aggregator, Algorithm, Topology
 
@@ -90,6 +91,8 @@ class RunConfig:
     """Steps of a client in a station round, instead of local epochs."""
     batch_size: int = 7
     """Examples in a local step."""
+    augment: str = "none"
+    """How training images are augmented: none, domainbed, fl, feddg_ga."""
     client_lr: float = 0.1
     """Step size of the local optimizer."""
     client_optimizer: str | None = None
@@ -164,6 +167,7 @@ def check(config: RunConfig) -> RunConfig:
         ("precision", config.precision, PRECISIONS),
         ("algorithm", config.algorithm, ALGORITHMS),
         ("station aggregator", config.station_aggregator, AGGREGATORS),
+        ("augmentation", config.augment, AUGMENTS),
         ("selection rule", config.selection, SELECTIONS),
         ("station weighting", config.station_weighting, WEIGHTINGS),
         ("server weighting", config.server_weighting, WEIGHTINGS),
@@ -266,8 +270,11 @@ def aggregator_options(name: str) -> dict[str, Any]:
     return {k: p.default for k, p in parameters.items() if k not in ("weighting", "bn_pool")}
 
 
-def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, int]) -> Backbone:
-    """The network a configuration names, for images of that size. ``ValueError`` for an option it does not have."""
+def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, int], channels: int = 3) -> Backbone:
+    """The network a configuration names, for images of that size and so many channels.
+
+    ``ValueError`` for an option it does not have, or images that are not RGB where it takes no others.
+    """
     factory: Callable = BACKBONES[config.backbone]
     given = {"norm": config.norm, "freeze_bn": config.freeze_bn or None}
     for name, value in given.items():
@@ -277,7 +284,16 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
                 f"{name}={value} is given, but {config.backbone} has no such option: leave it out, or choose one of "
                 f"{', '.join(having)}."
             )
-    backbone = factory(num_classes, image_size=image_size, **{k: v for k, v in given.items() if v is not None})
+    given = {k: v for k, v in given.items() if v is not None}
+    if channels != 3:
+        having = [k for k, b in BACKBONES.items() if "channels" in inspect.signature(b).parameters]
+        if config.backbone not in having:
+            raise ValueError(
+                f"{config.backbone} takes images of 3 channels, but those of {config.dataset} have {channels}: choose one "
+                f"of {', '.join(having)}."
+            )
+        given["channels"] = channels
+    backbone = factory(num_classes, image_size=image_size, **given)
     return in_precision(backbone, config.precision)
 
 
@@ -290,6 +306,8 @@ def build_algorithm(config: RunConfig, **sizes: int) -> Algorithm:
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
     given |= {name: size for name, size in sizes.items() if name in inspect.signature(factory).parameters}
     algorithm = factory(hparams, **optimizer, **given)
+    if (augment := AUGMENTS[config.augment]) is not None:
+        algorithm = augmenting(algorithm, augment)
     if config.bn_pool == "local":
         algorithm = keep_batch_stats(algorithm)
     return keep_optimizer(algorithm) if config.keep_optimizer else algorithm

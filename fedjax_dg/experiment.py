@@ -35,6 +35,7 @@ from fedjax_dg.errors import unknown
 from fedjax_dg.estimate import fits
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Deal, Federation, deal, place, validation_share
+from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, run_blocks
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
@@ -151,8 +152,9 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None, workers: in
 
 
 def backbone_of(grid: Grid) -> Backbone:
-    """The configuration's network for the data set's classes and image size."""
-    return build_backbone(grid.config, len(grid.domains.class_names), grid.domains.inputs.shape[1:3])
+    """The configuration's network for the data set's classes and the shape of its images."""
+    _, height, width, channels = grid.domains.inputs.shape
+    return build_backbone(grid.config, len(grid.domains.class_names), (height, width), channels)
 
 
 def sizes_of(grid: Grid) -> dict[str, int]:
@@ -167,6 +169,9 @@ def round_of(grid: Grid, aggregator: str) -> Round:
     config = grid.config
     to_server, to_station = build_aggregator(config, aggregator), build_station_aggregator(config)
     backbone, algorithm = backbone_of(grid), build_algorithm(config, **sizes_of(grid))
+    if (augment := AUGMENTS[config.augment]) is not None:  # raises now what it would raise while the round is traced
+        inputs = grid.domains.inputs
+        jax.eval_shape(augment, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype), jax.random.key(0))
     round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
     check_fit(round_fn, next(iter(grid.federations.values())))
     return round_fn

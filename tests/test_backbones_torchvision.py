@@ -354,7 +354,10 @@ def test_other_image_sizes_have_the_same_parameters(net):
 
 
 BAD = {
-    "lenet5 size": (lambda: lenet5(6, image_size=64), "lenet5 takes images of 32 x 32 pixels, not image_size=64"),
+    "lenet5 size": (
+        lambda: lenet5(6, image_size=64),
+        "lenet5 takes images of 32 x 32 or 28 x 28 pixels, not image_size=64",
+    ),
     "alexnet size": (lambda: alexnet(6, image_size=62), "alexnet takes images of at least 63 x 63 pixels, not 62 x 62"),
     "alexnet height": (lambda: alexnet(6, image_size=(62, 80)), "at least 63 x 63 pixels, not 62 x 80"),
     "vgg11 width": (

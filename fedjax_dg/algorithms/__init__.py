@@ -2,7 +2,14 @@
 
 from fedjax_dg.algorithms.afl import AFLHparams, afl
 from fedjax_dg.algorithms.ccst import CCSTHparams, Codec, ccst
-from fedjax_dg.algorithms.common import OPTIMIZERS, gradient_method, gradient_step, keep_batch_stats, keep_optimizer
+from fedjax_dg.algorithms.common import (
+    OPTIMIZERS,
+    augmenting,
+    gradient_method,
+    gradient_step,
+    keep_batch_stats,
+    keep_optimizer,
+)
 from fedjax_dg.algorithms.coral import CoralHparams, coral
 from fedjax_dg.algorithms.elcfs import ELCFSHparams, elcfs
 from fedjax_dg.algorithms.fedadg import FEDADG_CODE, FEDADG_PAPER, FedADGHparams, fedadg
@@ -101,6 +108,7 @@ __all__ = [
     "VRExHparams",
     "vrex",
     "OPTIMIZERS",
+    "augmenting",
     "FedAvgHparams",
     "FedIIRHparams",
     "FedProxHparams",

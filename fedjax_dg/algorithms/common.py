@@ -16,6 +16,8 @@ from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.local import sum_over_batches
 from fedjax_dg.types import Algorithm, Examples, Local, PyTree, Received, Variables
 
+AUGMENTING = 2**31 - 1  # in a step's key: not a number that methods use there
+
 #: By the name that the command line takes: learning rate -> optax optimizer.
 OPTIMIZERS: dict[str, Callable] = {
     "sgd": optax.sgd,
@@ -130,6 +132,21 @@ def check_domains(num_domains: int) -> Callable:
         return state
 
     return prepare
+
+
+def augmenting(algorithm: Algorithm, augment: Callable) -> Algorithm:
+    """The same method on augmented batches: ``augment(inputs, key)`` is what its steps see instead of their inputs.
+
+    A new draw in every step, from its key. Whatever else looks at examples sees them as they are: surveys, reports,
+    measurements after training, evaluation. What a rule gathers from the training passes (``Aggregator.watches``) is of
+    augmented ones. A method that augments too does so afterwards.
+    """
+
+    def step(backbone, received, local, batch, key):
+        inputs = augment(batch.inputs, jax.random.fold_in(key, AUGMENTING))
+        return algorithm.step(backbone, received, local, batch._replace(inputs=inputs), key)
+
+    return algorithm._replace(step=step)
 
 
 def keep_optimizer(algorithm: Algorithm) -> Algorithm:

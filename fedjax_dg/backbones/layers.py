@@ -205,15 +205,24 @@ def groups_of(layers: Sequence[Layer], norm: str | None = None) -> tuple[Group, 
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
-def image_shape(net: str, image_size: int | tuple[int, int], smallest: int = 1) -> tuple[int, int, int]:
-    """(H, W, 3); ``ValueError`` below the ``smallest`` side that leaves the net's last feature map a pixel."""
+def image_shape(
+    net: str, image_size: int | tuple[int, int], smallest: int = 1, channels: int = 3
+) -> tuple[int, int, int]:
+    """(H, W, channels); ``ValueError`` below the ``smallest`` side that leaves the net's last feature map a pixel."""
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if min(height, width) < smallest:
         raise ValueError(
             f"{net} takes images of at least {smallest} x {smallest} pixels, not {height} x {width}: "
             "give a larger image_size or a backbone for small images, such as resnet18_cifar."
         )
-    return height, width, 3
+    check_channels(channels)
+    return height, width, channels
+
+
+def check_channels(channels: int) -> None:
+    """``ValueError`` unless it is a number of channels."""
+    if channels < 1:
+        raise ValueError(f"channels={channels} is not positive: give 1 for grey images, 3 for RGB.")
 
 
 def check_norm(norm: str | None, allowed: Sequence[str | None], freeze_bn: bool) -> None:

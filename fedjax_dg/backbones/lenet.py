@@ -1,4 +1,4 @@
-"""LeNet-5 for 32 x 32 images."""
+"""LeNet-5 for small images."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from jaxtyping import Array, Float
 
 from fedjax_dg.backbones.backbone import ACTIVATIONS, Backbone
 from fedjax_dg.backbones.convolution import POOLINGS
-from fedjax_dg.backbones.layers import ConvPool, Stage, groups_of, sequence
+from fedjax_dg.backbones.layers import ConvPool, Stage, check_channels, groups_of, sequence
 from fedjax_dg.errors import unknown
+
+SIDES = {32: 5, 28: 4}  # of an image, and of the last feature map
 
 
 class LeNet5(nn.Module):
@@ -28,15 +30,15 @@ class LeNet5(nn.Module):
         self.dense2 = nn.Dense(84)
         self.head = nn.Dense(self.num_classes)
 
-    def maps(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "R 5 5 C"]:
+    def maps(self, x: Float[Array, "B H W I"], train: bool, mask=None) -> Float[Array, "R h w C"]:
         x, _ = self.stage1(self.conv1(x), mask)
         return self.conv2(x)
 
-    def reduce(self, maps: Float[Array, "B 5 5 C"], train: bool) -> Float[Array, "B 84"]:
+    def reduce(self, maps: Float[Array, "B h w C"], train: bool) -> Float[Array, "B 84"]:
         x = maps.reshape(maps.shape[0], -1)
         return self.activation(self.dense2(self.activation(self.dense1(x))))
 
-    def features(self, x: Float[Array, "B 32 32 3"], train: bool, mask=None) -> Float[Array, "R 84"]:
+    def features(self, x: Float[Array, "B H W I"], train: bool, mask=None) -> Float[Array, "R 84"]:
         return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B 84"]) -> Float[Array, "B K"]:
@@ -47,30 +49,37 @@ class LeNet5(nn.Module):
 
 
 def lenet5(
-    num_classes: int, image_size: int | tuple[int, int] = 32, activation: str = "relu", pooling: str = "max"
+    num_classes: int,
+    image_size: int | tuple[int, int] = 32,
+    activation: str = "relu",
+    pooling: str = "max",
+    channels: int = 3,
 ) -> Backbone:
     """LeNet-5 for [B, 32, 32, 3] images; 61,666 parameters at 6 classes, features of width 84.
 
-    ``activation`` is ``relu`` or ``tanh``, ``pooling`` ``max`` or ``avg``; the HFedATM authors' release uses tanh and avg.
-    Raises ``ValueError`` for other names and for any other ``image_size``.
+    ``image_size``: 32, or 28, whose last feature map is 4 x 4 instead of 5 x 5. ``channels``: any number. ``activation``:
+    ``relu`` or ``tanh``, ``pooling``: ``max`` or ``avg``; the HFedATM authors' release uses tanh and avg.
+    Raises ``ValueError`` for other names, for any other ``image_size``, and for no channels.
     Source: LeCun et al., Proc. IEEE 1998, http://yann.lecun.com/exdb/publis/pdf/lecun-01a.pdf.
 
     >>> lenet5(num_classes=6).num_features
     84
     """
-    if image_size not in (32, (32, 32)):
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if height != width or height not in SIDES:
         raise ValueError(
-            f"lenet5 takes images of 32 x 32 pixels, not image_size={image_size}: give 32 or a backbone for larger images, "
-            "such as resnet18."
+            f"lenet5 takes images of 32 x 32 or 28 x 28 pixels, not image_size={image_size}: give 32 or 28, or a backbone "
+            "for larger images, such as resnet18."
         )
+    check_channels(channels)
     if activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
     if pooling not in POOLINGS:
         raise unknown("pooling", pooling, POOLINGS)
     return Backbone(
         module=LeNet5(num_classes, ACTIVATIONS[activation], POOLINGS[pooling]),
-        input_shape=(32, 32, 3),
+        input_shape=(height, width, channels),
         num_features=84,
         num_classes=num_classes,
-        groups=groups_of(sequence((6, 16), (120, 84), positions=25)),  # the flatten is of [5, 5, 16]
+        groups=groups_of(sequence((6, 16), (120, 84), positions=SIDES[height] ** 2)),  # of a flatten
     )

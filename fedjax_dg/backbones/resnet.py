@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from fedjax_dg.backbones.backbone import Backbone
+from fedjax_dg.backbones.backbone import Backbone, scale_pixels
 from fedjax_dg.backbones.layers import (
     NORMS,
     Layer,
@@ -91,7 +91,7 @@ class ResNet(nn.Module):
         self.head = nn.Dense(self.num_classes)
 
     @nn.compact
-    def maps(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R h w D"]:
+    def maps(self, x: Float[Array, "B H W I"], train: bool, mask=None) -> Float[Array, "R h w D"]:
         norm = functools.partial(normalise, kind=self.norm, running=self.freeze_bn or not train)
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         x = conv(STEM_FILTERS, size, stride, padding=size // 2, bias=False, name="conv1")(x)
@@ -107,7 +107,7 @@ class ResNet(nn.Module):
     def reduce(self, maps: Float[Array, "B h w D"], train: bool) -> Float[Array, "B D"]:
         return maps.mean((1, 2))
 
-    def features(self, x: Float[Array, "B H W 3"], train: bool, mask=None) -> Float[Array, "R D"]:
+    def features(self, x: Float[Array, "B H W I"], train: bool, mask=None) -> Float[Array, "R D"]:
         return self.reduce(self.maps(x, train, mask), train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
@@ -123,28 +123,33 @@ def resnet18(
     norm: str = "batch",
     stem: str = "imagenet",
     freeze_bn: bool = False,
+    channels: int = 3,
 ) -> Backbone:
     """ResNet-18 for [B, H, W, 3] images; 11,689,512 parameters at 1,000 classes, features of width 512.
 
     ``image_size`` is one side or (H, W), any. ``norm``: ``batch``, or ``group`` (32 groups), which does not depend on a
     client's batches. ``stem``: ``imagenet`` (7 x 7 convolution, stride 2, and a pool: a quarter of the resolution) or
     ``cifar`` (3 x 3, stride 1, no pool). ``freeze_bn`` keeps the running statistics of batch norm as they are and uses
-    them in training too; scale and bias still train. Raises ``ValueError`` for an unknown norm or stem, and for a norm
-    that cannot be frozen. Source: He et al., CVPR 2016, https://arxiv.org/abs/1512.03385, in torchvision's form.
+    them in training too; scale and bias still train. ``channels``: of other images than RGB, whose uint8 pixels go to
+    [-1, 1]. Raises ``ValueError`` for an unknown norm or stem, for a norm that cannot be frozen, and for no channels.
+    Source: He et al., CVPR 2016, https://arxiv.org/abs/1512.03385, in torchvision's form.
 
     >>> resnet18(num_classes=7).num_features
     512
     """
-    return _resnet(
-        "resnet18", plan_blocks((2, 2, 2, 2), bottleneck=False), num_classes, image_size, norm, stem, freeze_bn
-    )
+    blocks = plan_blocks((2, 2, 2, 2), bottleneck=False)
+    return _resnet("resnet18", blocks, num_classes, image_size, norm, stem, freeze_bn, channels)
 
 
 def resnet18_cifar(
-    num_classes: int, image_size: int | tuple[int, int] = 32, norm: str = "batch", freeze_bn: bool = False
+    num_classes: int,
+    image_size: int | tuple[int, int] = 32,
+    norm: str = "batch",
+    freeze_bn: bool = False,
+    channels: int = 3,
 ) -> Backbone:
     """``resnet18`` with ``stem="cifar"``, for images of about 32 x 32."""
-    return resnet18(num_classes, image_size, norm, stem="cifar", freeze_bn=freeze_bn)
+    return resnet18(num_classes, image_size, norm, stem="cifar", freeze_bn=freeze_bn, channels=channels)
 
 
 def resnet50(
@@ -153,28 +158,28 @@ def resnet50(
     norm: str = "batch",
     stem: str = "imagenet",
     freeze_bn: bool = False,
+    channels: int = 3,
 ) -> Backbone:
     """ResNet-50, arguments as ``resnet18``; 25,557,032 parameters at 1,000 classes, features of width 2048.
 
     >>> resnet50(num_classes=7).num_features
     2048
     """
-    return _resnet(
-        "resnet50", plan_blocks((3, 4, 6, 3), bottleneck=True), num_classes, image_size, norm, stem, freeze_bn
-    )
+    blocks = plan_blocks((3, 4, 6, 3), bottleneck=True)
+    return _resnet("resnet50", blocks, num_classes, image_size, norm, stem, freeze_bn, channels)
 
 
-def _resnet(net, blocks, num_classes, image_size, norm, stem, freeze_bn) -> Backbone:
+def _resnet(net, blocks, num_classes, image_size, norm, stem, freeze_bn, channels) -> Backbone:
     check_norm(norm, NORMS, freeze_bn)
     if stem not in STEMS:
         raise unknown("stem", stem, STEMS)
     return Backbone(
         module=ResNet(num_classes, blocks, stem, norm, freeze_bn),
-        input_shape=image_shape(net, image_size),
+        input_shape=image_shape(net, image_size, channels=channels),
         num_features=blocks[-1].convs[-1][0],
         num_classes=num_classes,
         groups=groups_of(_wiring(blocks), norm),
-        transform=imagenet_pixels,
+        transform=imagenet_pixels if channels == 3 else scale_pixels,  # ImageNet has means of red, green, blue
         weight_names=_weight_names(blocks) if norm == "batch" else {},  # nobody publishes weights with group norm
     )
 

@@ -4,14 +4,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_dg.datasets import emoji_styles
+from fedjax_dg.datasets import digits, emoji_styles
 from fedjax_dg.datasets.domains import Domains, Summary
 from fedjax_dg.errors import unknown
 
 __all__ = ["DATASETS", "SUMMARIES", "Domains", "Summary", "describe", "load"]
 
-DATASETS: dict[str, Callable[..., Domains]] = {"emoji_styles": emoji_styles.load}
-SUMMARIES: dict[str, Summary] = {"emoji_styles": emoji_styles.SUMMARY}
+DATASETS: dict[str, Callable[..., Domains]] = {"emoji_styles": emoji_styles.load, **digits.LOADERS}
+SUMMARIES: dict[str, Summary] = {"emoji_styles": emoji_styles.SUMMARY, **digits.SUMMARIES}
 
 
 def load(name: str, **options: Any) -> Domains:
