@@ -29,8 +29,8 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i) -> np.ndarray:
-        rows = self.rows[i]
+    def __getitem__(self, index: int) -> np.ndarray:
+        rows = self.rows[index]
         out = np.zeros((len(rows), *self.inputs.shape[1:]), self.inputs.dtype)
         real = rows >= 0
         out[real] = self.inputs[rows[real]]
