@@ -12,6 +12,7 @@ from importlib import resources
 from fedjax_dg.datasets.domains import Domains, Summary
 from fedjax_dg.datasets.folders import load_folder, own_layout
 from fedjax_dg.datasets.layouts import Layout, Lists, Version
+from fedjax_dg.datasets.stored import find_prepared, load_prepared
 
 
 def _stored_classes(file: str) -> tuple[tuple[str, ...], ...]:
@@ -152,6 +153,8 @@ def load(name: str, data_dir: str | None = None, image_size: int = 224, official
       ValueError: as ``load_folder``, or the prepared set is damaged or of another size.
     """
     path = given(name, data_dir)
+    if (prepared := find_prepared(name, path, image_size)) is not None:
+        return load_prepared(prepared, official)
     return load_folder(layout_of(name, path), path, image_size, official)
 
 

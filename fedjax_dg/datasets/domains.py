@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_dg.datasets.images import Images
+from fedjax_dg.datasets.records import Records
 
 
 class Domains(NamedTuple):
@@ -16,8 +17,8 @@ class Domains(NamedTuple):
 
     Attributes:
       name: name of the data set, as in `fedjax_dg.datasets.DATASETS`.
-      inputs: [M, ...], images are uint8 [M, height, width, channels]; in memory, memory-mapped, or `Images`, which
-        are decoded when they are indexed.
+      inputs: [M, ...], images are uint8 [M, height, width, channels]; in memory, memory-mapped, or `Images` or
+        `Records`, which are read from their files when they are indexed.
       labels: int32 [M], index into `class_names`.
       domain: int32 [M], index into `domain_names`.
       identity: int32 [M], the item that is depicted; an item may occur once in each of several domains, always
@@ -31,7 +32,7 @@ class Domains(NamedTuple):
     """
 
     name: str
-    inputs: np.ndarray | Images
+    inputs: np.ndarray | Images | Records
     labels: np.ndarray
     domain: np.ndarray
     identity: np.ndarray | None
