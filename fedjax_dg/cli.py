@@ -18,6 +18,7 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedjax_dg import datasets, sharding
 from fedjax_dg.aggregators import AGGREGATORS
@@ -309,13 +310,13 @@ def _counts_table(found, lines: bool) -> Table:
     table = Table(*header, box=HEAVY_HEAD if lines else None)
     by_class = len(found.class_names) <= MOST_CLASSES
     for name in found.class_names if by_class else ("classes with images",):
-        table.add_column(name, overflow="fold")
+        table.add_column(Text(name), overflow="fold")
     for column in table.columns[1:]:
         column.justify = "right"
     for number, (name, counts) in enumerate(zip(found.domain_names, found.counts, strict=True)):
         expected = [f"{found.expected[number]:,}"] if found.expected else []
         rest = [f"{count:,}" for count in counts] if by_class else [f"{sum(count > 0 for count in counts)}"]
-        table.add_row(name, *expected, f"{sum(counts):,}", *rest)
+        table.add_row(Text(name), *expected, f"{sum(counts):,}", *rest)
     return table
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 #: What torchvision's ImageFolder takes for an image, by the end of its name in lower case.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -66,7 +66,8 @@ def decode(path: str, size: int) -> np.ndarray:
             return np.asarray(to_rgb(image).resize((size, size), Image.Resampling.BILINEAR))
     # Pillow's readers raise some ten types of error on a damaged file, none of which would tell a user more.
     except Exception as error:
-        why = f"{error}" or type(error).__name__
+        why = "it is none" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None)
+        why = why or f"{error}" or type(error).__name__
         raise UnreadableImage(f"{path} cannot be read as an image ({why}): replace it or remove it.") from None
 
 

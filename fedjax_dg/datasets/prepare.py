@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -245,11 +245,16 @@ def _write_records(folder: Path, domains: Domains, workers: int, report: Report)
     """``images/``: one split a domain, and ``places.npy``: where each row went, as the records are shuffled."""
     splits = _split_names(domains.domain_names)
     total = len(domains.labels)
-    # what tensorflow_datasets prints is not for the user, what the report prints is
-    swallowed: Any = io.StringIO()
-    swallowed.rich_proxied_file = sys.stdout  # where rich prints to while this is the standard output
+    # what tensorflow_datasets prints is not for the user, what the report prints is; rich's bars are drawn by a thread
+    out, swallowed = sys.stdout, io.StringIO()
+    cast(Any, swallowed).rich_proxied_file = getattr(out, "rich_proxied_file", out)
+
+    def told(done: int, total: int) -> None:
+        with contextlib.redirect_stdout(out):
+            report(done, total)
+
     with contextlib.redirect_stdout(swallowed), contextlib.redirect_stderr(io.StringIO()):
-        records = _build(folder / RECORDS, domains, splits, workers, report)
+        records = _build(folder / RECORDS, domains, splits, workers, told)
     shutil.rmtree(folder / RECORDS / "downloads", ignore_errors=True)
     source = source_of(str(records), splits, pixels=False)
     places = np.full(total, -1)
