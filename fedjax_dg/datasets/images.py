@@ -82,7 +82,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits, mode {image.mode}, whose white is not known; save it with 8 or 16 bits")
-    image.info.pop("transparency", None)  # Pillow would look for a colour to stand for it
     return image.convert("RGB")
 
 
