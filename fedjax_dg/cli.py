@@ -76,6 +76,8 @@ class RunOptions(RunConfig):
     """Print the resolved configuration, the federation, the devices, memory and time to expect, and stop."""
     jobs: int | None = None
     """Cells trained at the same time; by default one per core on CPU, else one."""
+    workers: int = 0
+    """Processes that decode images; 0 = threads of this one."""
     cpu_devices: int = 1
     """Spread every cell over this many CPU devices, instead of training several cells at a time."""
     distributed: bool = False
@@ -125,9 +127,9 @@ def run_command(options: RunOptions, console: Console) -> int:
     if not sharding.is_first():
         console.quiet = True
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
-    grid = resolve(config, devices)
-    if grid.notice is not None:
-        console.print(grid.notice, highlight=False)
+    grid = resolve(config, devices, options.workers)
+    for notice in grid.notices:
+        console.print(notice, highlight=False)
     rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
     if options.dry_run:
         console.print_json(json.dumps(dataclasses.asdict(config)))

@@ -18,6 +18,7 @@ from fedjax_dg.backbones import BACKBONES, PRECISIONS, Backbone, in_precision
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
 from fedjax_dg.federation import check_setting, check_topology
+from fedjax_dg.splits import SPLITS, check_fraction
 from fedjax_dg.types import Aggregator, Algorithm, Topology
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
@@ -36,7 +37,9 @@ class RunConfig:
     dataset: str = "emoji_styles"
     """Data set; `fedjax-dg data list` names them."""
     data_dir: str | None = None
-    """Folder of the data set's files; not needed for embedded ones."""
+    """Folder of the data set's files, as they are or prepared; not needed for embedded ones."""
+    image_size: int | None = None
+    """One side of the images, to which they are resized; None = the data set's own, 224 for pictures in files."""
     backbone: str = "lenet5"
     """Network."""
     norm: str | None = None
@@ -65,6 +68,12 @@ class RunConfig:
     """Preset of who holds what: single-domain (with sources), leave-one-domain-out, mixed; None = domain_mix."""
     sources: str | None = None
     """Domains that are trained on, comma separated; None = all but the held-out one."""
+    split: str | None = None
+    """Validation examples: official (the data set's), random, domainbed, 90/10; None = official if embedded, else random."""
+    validation_fraction: float | None = None
+    """Their share of every domain, unless the split is official; None = the split's or the setting's own, mostly 0.2."""
+    stream: str = "auto"
+    """Whether rounds read their examples from disk: on, off, auto (if they do not fit into the devices' memory)."""
     domain_mix: float | None = None
     """The paper's lambda: 0 = one domain a client, 1 = every client has the global mix; None = the setting's, or 0."""
     label_alpha: float | None = None
@@ -159,6 +168,8 @@ def check(config: RunConfig) -> RunConfig:
         ("station weighting", config.station_weighting, WEIGHTINGS),
         ("server weighting", config.server_weighting, WEIGHTINGS),
         ("bn_pool", config.bn_pool, (*BN_POOLS, "local")),
+        ("stream", config.stream, ("auto", "on", "off")),
+        ("split", config.split or "random", SPLITS),
     ):
         if given not in allowed:
             raise unknown(kind, given, allowed)
@@ -177,6 +188,10 @@ def check(config: RunConfig) -> RunConfig:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not positive: give 1 or more.")
     check_number("client_lr", config.client_lr)
+    if config.image_size is not None and config.image_size < 1:
+        raise ValueError(f"image_size={config.image_size} is not positive: give the pixels of a side, such as 224.")
+    if config.validation_fraction is not None:
+        check_fraction(config.validation_fraction)
     preset = check_setting(config.setting, None if config.sources is None else names(config.sources), config.domain_mix)
     config = dataclasses.replace(config, domain_mix=preset.domain_mix, settings=typed_settings(config))
     config = dataclasses.replace(config, local_epochs=topology(config).local_epochs)

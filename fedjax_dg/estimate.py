@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_dg import local, tree
+from fedjax_dg import local, stream, tree
 from fedjax_dg.types import Algorithm, PyTree, Received, Topology
 
 if TYPE_CHECKING:
-    from fedjax_dg.federation import Federation
+    from fedjax_dg.federation import Deal, Federation
     from fedjax_dg.run import Round
 
 # Share of a device's memory that clients in training may take; the data, and XLA's own needs, have the rest.
 TRAINING_SHARE = 0.5
+# Share that the data of a federation may take before it is streamed.
+DATA_SHARE = 0.3
 
 
 def num_bytes(shapes: PyTree) -> int:
@@ -59,12 +62,26 @@ def choose_chunk(backbone, algorithm: Algorithm, topology: Topology, num_devices
     device = jax.devices()[0]
     if device.platform == "cpu":
         return 1
-    limit = (device.memory_stats() or {}).get("bytes_limit", 16 * 2**30)
-    room = int(TRAINING_SHARE * limit // client_bytes(backbone, algorithm, topology))
+    room = int(TRAINING_SHARE * device_memory() // client_bytes(backbone, algorithm, topology))
     participants = topology.participants or topology.clients_per_station
     if room >= -(-topology.stations * participants // num_devices):
         return 0
     return max(1, min(room, participants))
+
+
+def fits(inputs: Any, dealt: Deal, mesh: Any = None) -> bool:
+    """Whether ``DATA_SHARE`` of the devices' memory holds the inputs of a federation, clients' and judged ones."""
+    example = int(np.prod(inputs.shape[1:])) * inputs.dtype.itemsize
+    clients = dealt.held.size * example / (mesh.size if mesh else 1)
+    return clients + len(dealt.judged) * example <= DATA_SHARE * device_memory()
+
+
+def device_memory() -> int:
+    """Bytes of the first device; of a CPU, the machine's divided among its cores, as so many cells run side by side."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1)
+    return int((device.memory_stats() or {}).get("bytes_limit", 16 * 2**30))
 
 
 class Duration(NamedTuple):
@@ -88,11 +105,12 @@ def duration(
     state = round_fn.init(jax.random.key(0))
     masks = np.asarray(federation.mask)
     largest = tuple(int(i) for i in np.unravel_index(masks.sum(-1).argmax(), masks.shape[:2]))
+    held, plan = stream.largest(federation) if federation.source else (tree.take(federation.clients, largest), ())
     examples, memory, station, variables, shared = jax.device_put(
         jax.tree.map(
             np.asarray,
             (
-                tree.take(federation.clients, largest),
+                held,
                 tree.take(state.clients, largest),
                 tree.take(state.stations, largest[0]),
                 state.variables,
@@ -107,7 +125,7 @@ def duration(
     def seconds(last: bool) -> float:
         def call(_=None):
             begun = time.perf_counter()
-            jax.block_until_ready(part(received, memory, examples, jax.random.key(0), jnp.asarray(last)))
+            jax.block_until_ready(part(received, (memory, plan), examples, jax.random.key(0), jnp.asarray(last)))
             return time.perf_counter() - begun
 
         call()
@@ -123,10 +141,13 @@ def duration(
     share = float(steps.sum() / steps.max()) * taking / (round_fn.mesh.size if round_fn.mesh else 1)
     early, last = seconds(False), seconds(True)
     a_round = share * ((topology.station_rounds - 1) * early + last)
-    judged = (state.variables, federation.evaluation, jax.random.key(0), len(federation.domain_names))
+    parts, judged = 1, federation.evaluation
+    if federation.source is not None:
+        parts, judged = stream.num_parts(federation), stream.part_of(federation.evaluation)
+    judged = (state.variables, judged, jax.random.key(0), len(federation.domain_names))
     jax.block_until_ready(round_fn.evaluate(*judged))
     begun = time.perf_counter()
     jax.block_until_ready(round_fn.evaluate(*judged))
-    evaluation = time.perf_counter() - begun
+    evaluation = parts * (time.perf_counter() - begun)
     total = max(1.0, cells / jobs) * (rounds * a_round + rounds // eval_every * evaluation)
     return Duration(last / int(steps.max()), a_round, evaluation, total)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fedjax_dg import sharding
 from fedjax_dg.local import PASS_SIZE, take_batch
@@ -34,9 +34,18 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    predict: Callable, num_domains: int, num_classes: int, variables: Variables, data: EvaluationSet, key: Key
+    predict: Callable,
+    num_domains: int,
+    num_classes: int,
+    variables: Variables,
+    data: EvaluationSet,
+    key: Key,
+    start: Int[Array, ""] | int = 0,
 ) -> Evaluation:
-    """Confusion counts of ``predict(variables, inputs, key)`` over ``data``, ``PASS_SIZE`` examples at a time."""
+    """Confusion counts of ``predict(variables, inputs, key)`` over ``data``, ``PASS_SIZE`` examples at a time.
+
+    ``start``: where ``data`` begins, if it is a part of a larger set.
+    """
     square, total = (num_domains, num_classes, num_classes), data.examples.mask.shape[0]
     if total == 0:  # no validation split and no held-out domain
         return Evaluation(jnp.zeros(square), jnp.zeros(square), jnp.zeros(num_domains))
@@ -46,10 +55,10 @@ def evaluate(
     positions = jnp.arange(batches * size).reshape(batches, size)
 
     def of_batch(common, position):
-        variables, data, key = common
+        variables, data, key, start = common
         index = jnp.minimum(position, total - 1)
         batch = take_batch(data.examples, index, data.examples.mask[index] & (position < total))
-        logits = predict(variables, batch.inputs, jax.random.fold_in(key, position[0]))
+        logits = predict(variables, batch.inputs, jax.random.fold_in(key, start + position[0]))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         cell = (batch.domain, batch.labels, jnp.argmax(logits, axis=-1))
         real = batch.mask.astype(jnp.float32)
@@ -59,7 +68,7 @@ def evaluate(
             jnp.zeros(num_domains).at[batch.domain].add(jnp.where(batch.mask, losses, 0.0)),
         )
 
-    return sharding.total(of_batch, (variables, data, key), positions, sharding.AXES)
+    return sharding.total(of_batch, (variables, data, key, start), positions, sharding.AXES)
 
 
 def scores(evaluation: Evaluation, domain_names: tuple[str, ...], held_out: str | None) -> dict[str, float | None]:

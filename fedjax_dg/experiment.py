@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from fedjax_dg import datasets, sharding, weights
+from fedjax_dg import datasets, sharding, splits, stream, weights
 from fedjax_dg.alignment.groups import from_leaves
 from fedjax_dg.backbones import Backbone
 from fedjax_dg.config import (
@@ -29,9 +29,12 @@ from fedjax_dg.config import (
     topology,
 )
 from fedjax_dg.datasets import Domains
+from fedjax_dg.datasets.images import resize
+from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
+from fedjax_dg.estimate import fits
 from fedjax_dg.evaluate import is_better
-from fedjax_dg.federation import Federation, federate
+from fedjax_dg.federation import Deal, Federation, deal, place, validation_share
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, run_blocks
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
@@ -50,24 +53,55 @@ class Grid(NamedTuple):
 
     config: RunConfig
     domains: Domains
-    federations: dict[tuple[str, int], Federation]  # by held-out domain and seed
+    federations: Federations
     cells: list[Cell]
+    splits: dict[str, Any]  # of each seed: which examples are for validation
     mesh: sharding.Mesh | None = None  # what each round spreads over; None: one device
     pretrained: Variables | None = None  # what every cell starts from; without a head that does not fit
-    notice: str | None = None  # about it
+    notices: tuple[str, ...] = ()  # about it, and about the data
+    workers: int = 0  # processes that decode images; 0 = threads
 
 
-def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
+class Federations(Mapping[tuple[str, int], Federation]):
+    """Federations by held-out domain and seed, each put on the devices when it is asked for; the last two are kept."""
+
+    def __init__(self, domains: Domains, deals: dict[tuple[str, int], Deal], mesh, stream: bool, workers: int):
+        decoded = functools.cache(lambda: domains._replace(inputs=read_all(domains.inputs, workers)))
+        self.deals, self.stream = deals, stream
+        self.placed = functools.lru_cache(2)(
+            lambda which: place(domains if stream else decoded(), deals[which], mesh, stream)
+        )
+
+    def __getitem__(self, which: tuple[str, int]) -> Federation:
+        return self.placed(which)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self.deals)
+
+    def __len__(self) -> int:
+        return len(self.deals)
+
+
+def load_data(config: RunConfig) -> Domains:
+    """The configuration's data set. ``ValueError`` for an option that it does not have, or what is wrong with its files."""
+    allowed = inspect.signature(datasets.DATASETS[config.dataset]).parameters
+    if config.data_dir is not None and "data_dir" not in allowed:
+        raise ValueError(
+            f"data_dir={config.data_dir!r} is given, but {config.dataset} comes with the library: leave data_dir out."
+        )
+    wanted = {"data_dir": config.data_dir, "image_size": config.image_size, "official": config.split == "official"}
+    domains = datasets.load(config.dataset, **{k: v for k, v in wanted.items() if v is not None and k in allowed})
+    if config.image_size is None or "image_size" in allowed:
+        return domains
+    return domains._replace(inputs=resize(domains.inputs, config.image_size))
+
+
+def resolve(config: RunConfig, devices: Sequence[Any] | None = None, workers: int = 0) -> Grid:
     """Load the data, deal out every federation among the ``devices`` (by default the first), list the cells.
 
     Raises ``ValueError`` for what does not fit.
     """
-    options = {} if config.data_dir is None else {"data_dir": config.data_dir}
-    if not set(options) <= set(inspect.signature(datasets.DATASETS[config.dataset]).parameters):
-        raise ValueError(
-            f"data_dir={config.data_dir!r} is given, but {config.dataset} comes with the library: leave data_dir out."
-        )
-    domains = datasets.load(config.dataset, **options)
+    domains = load_data(config)
     if config.held_out != "all" and config.held_out not in domains.domain_names:
         raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
     mesh = sharding.mesh_for(topology(config), devices) if devices is not None and len(devices) > 1 else None
@@ -76,8 +110,8 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
     if config.held_out == "all":
         trained = sources if config.setting == "single-domain" and sources else ()
         held_outs = tuple(name for name in domains.domain_names if name not in trained)
-    federations = {
-        (held_out, seed): federate(
+    deals = {
+        (held_out, seed): deal(
             domains,
             held_out,
             domain_mix=config.domain_mix,
@@ -87,7 +121,8 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
             station_assignment=config.station_assignment,
             remainders=config.remainders,
             label_alpha=config.label_alpha,
-            mesh=mesh,
+            split=config.split,
+            validation_fraction=config.validation_fraction,
             **topology(config)._asdict(),
         )
         for held_out in held_outs
@@ -100,11 +135,19 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None) -> Grid:
         for seed in range(config.seeds)
         for rule in names(config.aggregator)
     ]
-    grid = Grid(config, domains, federations, cells, mesh)
+    streamed = config.stream == "on"
+    if config.stream == "auto":
+        streamed = not all(fits(domains.inputs, dealt, mesh) for dealt in deals.values())
+    federations = Federations(domains, deals, mesh, streamed, workers)
+    fraction = validation_share(config.setting, config.validation_fraction)
+    sides = {str(seed): splits.draw(domains, config.split, fraction, seed) for seed in range(config.seeds)}
+    told = {seed: splits.describe(domains, side) for seed, side in sides.items()}
+    notices = () if domains.notice is None else (domains.notice,)
+    grid = Grid(config, domains, federations, cells, told, mesh, notices=notices, workers=workers)
     if config.pretrained is None:
         return grid
     leaves, notice = weights.find_leaves(backbone_of(grid), config.pretrained)
-    return grid._replace(pretrained=from_leaves(leaves), notice=notice)
+    return grid._replace(pretrained=from_leaves(leaves), notices=(*notices, *([notice] if notice else [])))
 
 
 def backbone_of(grid: Grid) -> Backbone:
@@ -134,9 +177,12 @@ def compile_block(round_fn: Round, federation: Federation, length: int) -> Progr
     start = time.perf_counter()
     key = jax.random.key(0)
     state = jax.eval_shape(round_fn.init, key)
-    data = federation.data
-    if round_fn.algorithm.furnish is not None:
-        data = jax.eval_shape(functools.partial(furnish, round_fn), data, key)
+    if federation.source is not None:  # a round at a time, each with its own data
+        data, length = (stream.shapes(federation, round_fn.mesh), federation.ids), 1
+    elif round_fn.algorithm.furnish is not None:
+        data = jax.eval_shape(functools.partial(furnish, round_fn), federation.data, key)
+    else:
+        data = federation.data
     compiled = round_fn.block.lower(state, data, key, length=length).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
@@ -147,7 +193,7 @@ def compile_block(round_fn: Round, federation: Federation, length: int) -> Progr
 
 def shapes_of(federation: Federation) -> tuple:
     """What a program is compiled for."""
-    return tuple((x.shape, x.dtype) for x in jax.tree.leaves(federation.data))
+    return tuple((x.shape, x.dtype) for x in jax.tree.leaves((federation.clients, federation.ids)))
 
 
 def arrays_of(state: ServerState, best: Variables, key: Key) -> dict[str, Any]:
@@ -205,7 +251,7 @@ def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder, repor
         arrays, notes = checkpoints.restore(arrays_of(state, variables, key))
         state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
     stage = functools.partial(run_stage_in, folder, cell, report)
-    blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every, stage)
+    blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every, stage, grid.workers)
     best = jax.tree.map(np.array, variables)
     return CellRun(
         cell, blocks, key, checkpoints, config.selection, notes["best"], best, notes["seconds"], notes["record"]
@@ -275,6 +321,7 @@ def run_grid(
     is left at its last good checkpoint; the others go on.
     """
     config = grid.config
+    folder.keep_splits(grid.splits)
     cells, failed = folder.finished(), []
     finished = {identity(result) for result in cells}
     waiting = [cell for cell in grid.cells if cell not in finished]
@@ -353,8 +400,9 @@ def default_jobs(grid: Grid) -> int:
 
 def table_title(config: RunConfig) -> str:
     """What a table's numbers are, in one line."""
+    tested = "the part of it that DomainBed tests on" if config.split == "domainbed" else "all its examples"
     return (
-        f"{config.dataset}, accuracy (%) on the held-out domain, all its examples; round selected by {config.selection}; "
+        f"{config.dataset}, accuracy (%) on the held-out domain, {tested}; round selected by {config.selection}; "
         f"mean ± 95 % interval over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} "
         f"clients, {config.rounds} rounds of {config.station_rounds} station rounds, domain mix {config.domain_mix:g}."
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from fedjax_dg import sharding
+from fedjax_dg import sharding, splits
 from fedjax_dg.datasets.domains import Domains
+from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import EvaluationSet
 from fedjax_dg.partition import assign_stations, by_domain_mix
@@ -34,9 +35,31 @@ SETTINGS = {
 }
 
 
+class Deal(NamedTuple):
+    """Who holds which rows of a data set and which are judged: a federation before any example is read."""
+
+    held: Int[np.ndarray, "S C N"]  # -1 = padding
+    ids: Int[np.ndarray, "S C"]
+    judged: Int[np.ndarray, " E"]
+    unseen: Bool[np.ndarray, " E"]
+    topology: Topology
+    held_out: str | None
+
+
+class Source(NamedTuple):
+    """Where a streamed federation's examples are read from."""
+
+    domains: Domains
+    deal: Deal
+
+
 @dataclass(frozen=True)
 class Federation:
-    """Clients' examples, padded to one size, and the evaluation set."""
+    """Clients' examples, padded to one size, and the evaluation set.
+
+    Of a streamed one (``source``), inputs have only a shape here: every round reads those that it needs, and every
+    evaluation a part after another (``stream``).
+    """
 
     clients: Examples  # [S, C, N, ...]
     ids: Int[Array, "S C"]  # identity of a client: its randomness follows it, wherever it is placed
@@ -45,10 +68,16 @@ class Federation:
     domain_names: tuple[str, ...]
     class_names: tuple[str, ...]
     held_out: str | None
+    source: Source | None = None
 
     @property
     def data(self) -> tuple[Examples, Int[Array, "S C"]]:
-        """What a round reads."""
+        """What a round reads. ``ValueError`` for a streamed federation, of which that is another thing every round."""
+        if self.source is not None:
+            raise ValueError(
+                "This federation is streamed, so no array holds its examples: run it with run or run_blocks, or build it "
+                "with stream=False."
+            )
         return self.clients, self.ids
 
     @property
@@ -81,20 +110,46 @@ def federate(
     domain_mix: float | None = None,
     seed: int = 0,
     *,
+    mesh: sharding.Mesh | None = None,
+    stream: bool = False,
+    workers: int = 0,
+    **options: Any,
+) -> Federation:
+    """Deal a data set to stations x clients, leaving one domain out, and put its examples on the devices.
+
+    ``options``, and who gets what: see ``deal``. ``mesh``: the devices that hold the clients; a process builds only the
+    clients of its own devices. ``stream``: leave the inputs where they are; rounds then read what they need (``stream``).
+    Images in files are decoded by ``workers`` processes (0: by threads). Raises ``ValueError``, one sentence, for anything
+    out of range.
+    """
+    dealt = deal(domains, held_out, stations, clients_per_station, domain_mix, seed, **options)
+    if not stream:
+        domains = domains._replace(inputs=read_all(domains.inputs, workers))
+    return place(domains, dealt, mesh, stream)
+
+
+def deal(
+    domains: Domains,
+    held_out: str | None = None,
+    stations: int = 10,
+    clients_per_station: int = 10,
+    domain_mix: float | None = None,
+    seed: int = 0,
+    *,
     setting: str | None = None,
     sources: Sequence[str] | None = None,
     station_assignment: str = "by-domain",
     remainders: str = "owners",
     label_alpha: float | None = None,
+    split: str | None = None,
     validation_fraction: float | None = None,
     station_rounds: int = 1,
     local_epochs: int = 1,
     local_steps: int | None = None,
     batch_size: int = 32,
     participants: int | None = None,
-    mesh: sharding.Mesh | None = None,
-) -> Federation:
-    """Deal a data set to stations x clients, leaving one domain out.
+) -> Deal:
+    """Who holds which examples of a data set, leaving one domain out, and on which a model is judged.
 
     Training examples of the source domains go to clients by ``partition.by_domain_mix`` (``domain_mix`` is the paper's
     lambda: 1 = every client has the global mix; 0, the default, = one domain a client; ``label_alpha`` adds Dirichlet label
@@ -108,12 +163,12 @@ def federate(
     client's examples from its own domain, half from the global mix, or as ``domain_mix`` says).
 
     The model is judged on the validation examples of every source domain and on all examples of ``held_out`` (None: no
-    domain is held out). A data set without a validation split of its own gets one: ``validation_fraction`` (0.2, or the
-    setting's) of each source domain, by identity where items recur across domains, drawn from ``seed``.
+    domain is held out), with ``split="domainbed"`` on the part of it that DomainBed calls ``in``. ``split`` names the rule
+    that draws the validation examples (``splits.SPLITS``); by default the data set's own, or if it has none
+    ``validation_fraction`` (0.2, or the setting's) of each domain at random.
 
-    The remaining options are the sizes of a round (``Topology``), and the ``mesh`` whose devices hold the clients: a process
-    builds only the clients of its own devices. Raises ``ValueError``, one sentence, for anything out
-    of range.
+    The remaining options are the sizes of a round (``Topology``). Raises ``ValueError``, one sentence, for anything out of
+    range.
     """
     if held_out is not None and held_out not in domains.domain_names:
         raise unknown("held-out domain", held_out, domains.domain_names)
@@ -123,10 +178,7 @@ def federate(
     check_topology(topology)
     preset = check_setting(setting, sources, domain_mix)
     out = -1 if held_out is None else domains.domain_names.index(held_out)
-    validation = domains.validation
-    if validation is None:
-        fraction = preset.validation_fraction if validation_fraction is None else validation_fraction
-        validation = draw_validation(domains, fraction, seed)
+    validation = splits.draw(domains, split, validation_share(setting, validation_fraction), seed)
     source = np.isin(domains.domain, source_ids(domains, held_out, sources))
     train = np.flatnonzero(source & ~validation)
     dealt = by_domain_mix(
@@ -141,24 +193,47 @@ def federate(
     )
     counts = np.stack([np.bincount(domains.domain[train][d], minlength=len(domains.domain_names)) for d in dealt])
     places = assign_stations(counts, stations, station_assignment, seed)  # [S, C]
-    judged = np.flatnonzero((source & validation) | (domains.domain == out))
+    tested = (domains.domain == out) & ~(validation if split == "domainbed" else False)
+    judged = np.flatnonzero((source & validation) | tested)
     if domains.identity is None:
         unseen = np.ones(len(judged), bool)
     else:
         unseen = ~np.isin(domains.identity[judged], domains.identity[train])
-    held = [[train[dealt[c]] for c in station] for station in places]
-    every = sharding.replicate(
-        (domains.inputs[judged], domains.labels[judged], np.ones(len(judged), bool), domains.domain[judged], unseen),
-        mesh,
-    )
+    held = np.full((*places.shape, max(map(len, dealt))), -1, np.int64)
+    for place, client in np.ndenumerate(places):
+        held[place][: len(dealt[client])] = train[dealt[client]]
+    return Deal(held, places.astype(np.int32), judged, unseen, topology, held_out)
+
+
+def place(domains: Domains, dealt: Deal, mesh: sharding.Mesh | None = None, stream: bool = False) -> Federation:
+    """A dealt federation with its examples on the devices of ``mesh``; if streamed, without their inputs."""
+    held, judged = dealt.held, dealt.judged
+
+    def clients(values):
+        def block(index):
+            rows = held[index[:3]]
+            out = values[np.maximum(rows, 0)]
+            out[rows < 0] = 0
+            return out
+
+        return sharding.build((*held.shape, *values.shape[1:]), values.dtype, block, mesh)
+
+    def inputs(shape) -> Any:
+        return jax.ShapeDtypeStruct((*shape, *domains.inputs.shape[1:]), domains.inputs.dtype)
+
+    real = np.ones(len(domains.labels), bool)
+    told = sharding.replicate((domains.labels[judged], real[judged], domains.domain[judged], dealt.unseen), mesh)
+    seen = inputs(judged.shape) if stream else sharding.replicate(domains.inputs[judged], mesh)
+    own = inputs(held.shape) if stream else clients(domains.inputs)
     return Federation(
-        clients=_pad(domains, held, mesh),
-        ids=sharding.build(places.shape, np.int32, lambda index: places[index].astype(np.int32), mesh),
-        evaluation=EvaluationSet(Examples(*every[:4]), every[4]),
-        topology=topology,
+        clients=Examples(own, *(clients(x) for x in (domains.labels, real, domains.domain))),
+        ids=sharding.build(dealt.ids.shape, np.int32, lambda index: dealt.ids[index], mesh),
+        evaluation=EvaluationSet(Examples(seen, *told[:3]), told[3]),
+        topology=dealt.topology,
         domain_names=tuple(domains.domain_names),
         class_names=tuple(domains.class_names),
-        held_out=held_out,
+        held_out=dealt.held_out,
+        source=Source(domains, dealt) if stream else None,
     )
 
 
@@ -179,6 +254,11 @@ def check_setting(setting: str | None, sources: Sequence[str] | None, domain_mix
             f"setting={setting} has domain_mix={preset.domain_mix:g}, not {domain_mix}: leave domain_mix out, or setting."
         )
     return preset._replace(domain_mix=domain_mix)
+
+
+def validation_share(setting: str | None, fraction: float | None) -> float | None:
+    """The share of examples that are for validation: as given, else the setting's, else None for the split's own."""
+    return SETTINGS[setting].validation_fraction if fraction is None and setting is not None else fraction
 
 
 def source_ids(domains: Domains, held_out: str | None, sources: Sequence[str] | None) -> list[int]:
@@ -208,39 +288,3 @@ def check_topology(topology: Topology) -> None:
             f"participants={topology.participants} is more than the {topology.clients_per_station} clients of a station: "
             f"give at most {topology.clients_per_station}, or None for all of them."
         )
-
-
-def draw_validation(domains: Domains, fraction: float, seed: int) -> Bool[np.ndarray, " M"]:
-    """A validation split: ``fraction`` of every domain's examples; where items recur, of the items, with all their examples.
-
-    Raises ``ValueError`` for a fraction outside [0, 1).
-    """
-    if not (math.isfinite(fraction) and 0 <= fraction < 1):
-        raise ValueError(f"validation_fraction={fraction} is not in [0, 1): give a share such as 0.2.")
-    identity = np.arange(len(domains.labels)) if domains.identity is None else domains.identity
-    chosen = np.zeros(len(domains.labels), bool)
-    for domain in np.unique(domains.domain) if domains.identity is None else [None]:
-        here = np.arange(len(identity)) if domain is None else np.flatnonzero(domains.domain == domain)
-        items = np.random.default_rng(seed).permutation(np.unique(identity[here]))
-        chosen[here] = np.isin(identity[here], items[: int(fraction * len(items))])
-    return chosen
-
-
-def _pad(domains: Domains, held: list[list[np.ndarray]], mesh: sharding.Mesh | None) -> Examples:
-    """Stack clients' examples [S, C, N, ...], N = the largest client; padding is zeros."""
-    sizes = (len(held), len(held[0]), max(len(client) for station in held for client in station))
-
-    def stack(values):
-        def block(index):
-            stations, clients, *_ = index
-            part = [station[clients] for station in held[stations]]
-            out = np.zeros((len(part), len(part[0]), sizes[2], *values.shape[1:]), values.dtype)
-            for s, station in enumerate(part):
-                for c, client in enumerate(station):
-                    out[s, c, : len(client)] = values[client]
-            return out
-
-        return sharding.build((*sizes, *values.shape[1:]), values.dtype, block, mesh)
-
-    real = np.ones(len(domains.labels), bool)
-    return Examples(stack(domains.inputs), stack(domains.labels), stack(real), stack(domains.domain))

@@ -40,6 +40,14 @@ class Batches(NamedTuple):
     final: Bool[Array, " K"]  # among the last pass's worth of steps
 
 
+class Drawn(NamedTuple):
+    """What the participants of one server round read, drawn before it: the data of a round where not all fits."""
+
+    examples: Examples  # [S, P, U, ...]: each example that a client reads in this round, once
+    plan: Batches  # [S, P, R, ...] for R station rounds
+    counts: Int[Array, "S C"]  # examples of every client, read or not
+
+
 class Trained(NamedTuple):
     """What one client's local training leaves behind."""
 
@@ -78,14 +86,77 @@ def plan_batches(mask: Bool[Array, " N"], topology: Topology, key: Key) -> Batch
     else:
         num_steps, per_pass = topology.local_steps, jnp.maximum(-(-num_examples // size), 1)
 
-    def one(step):
-        draws = jax.random.uniform(jax.random.fold_in(key, step // per_pass), (places,))
-        order = jnp.argsort(jnp.where(mask, draws, jnp.inf))  # padding last
-        position = (step % per_pass) * size + jnp.arange(size)
-        done = (step // per_pass).astype(jnp.int32)
-        return order[jnp.minimum(position, places - 1)], position < num_examples, done, step >= num_steps - per_pass
+    def shuffled(done):
+        draws = jax.random.uniform(jax.random.fold_in(key, done), (places,))
+        return jnp.argsort(jnp.where(mask, draws, jnp.inf))  # padding last
 
-    return Batches(*jax.vmap(one)(jnp.arange(num_steps)))
+    def one(order, step):
+        done, place = (step // per_pass).astype(jnp.int32), step % per_pass
+        order = jax.lax.cond(place == 0, shuffled, lambda done: order, done)
+        position = place * size + jnp.arange(size)
+        batch = (order[jnp.minimum(position, places - 1)], position < num_examples, done, step >= num_steps - per_pass)
+        return order, batch
+
+    return Batches(*jax.lax.scan(one, jnp.arange(places), jnp.arange(num_steps))[1])
+
+
+def holdings(data: Examples | Drawn) -> tuple[PyTree, PyTree, PyTree, Int[Array, "S C"]]:
+    """The data of a round as: examples of all clients [S, C, N], or else of the participants [S, P, U] with the plan of
+    their batches; and how many each client holds."""
+    if isinstance(data, Drawn):
+        return (), data.examples, data.plan, data.counts
+    return data, (), (), data.mask.sum(-1)
+
+
+def plan_round(
+    topology: Topology, mask: Bool[Array, "S C N"], ids: Int[Array, "S C"], key: Key, number: Int[Array, ""] | int
+) -> tuple[Int[Array, "S P"], Batches]:
+    """Who takes part in server round ``number`` (from 0), and which of its N examples each of a client's steps reads.
+
+    Batches are [S, P, R, ...] for R station rounds. These are the very draws that the round would make by itself.
+    """
+    draw_key, _, local_key = round_keys(key, number)
+    picked = choose_participants(mask.any(-1), ids, topology.participants, draw_key)
+    mask, ids = jax.tree.map(jax.vmap(lambda x, i: x[i]), (mask, ids), (picked, picked))
+
+    def of_client(given):
+        mask, i = given
+
+        def of_station_round(number):
+            train_key = visit_keys(client_key(station_round_key(local_key, number), i))[0]
+            return plan_batches(mask, topology, train_keys(train_key)[0])
+
+        return jax.lax.map(of_station_round, jnp.arange(topology.station_rounds))
+
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    plan = jax.lax.map(of_client, (flat(mask), flat(ids)))
+    return picked, jax.tree.map(lambda x: x.reshape(*picked.shape, *x.shape[1:]), plan)
+
+
+# the keys of a round, in one place: what is drawn before a round must be what it would draw
+
+
+def round_keys(key: Key, number: Int[Array, ""] | int) -> Array:
+    """Of a server round: to draw participants, for the survey, for station rounds."""
+    return jax.random.split(jax.random.fold_in(key, number), 3)
+
+
+def station_round_key(local_key: Key, number: Int[Array, ""] | int) -> Key:
+    return jax.random.fold_in(local_key, number)
+
+
+def client_key(key: Key, identity: Int[Array, ""]) -> Key:
+    return jax.random.fold_in(key, identity)
+
+
+def visit_keys(key: Key) -> Array:
+    """Of a client's part of a station round: training, its report, measuring for the station and for the server."""
+    return jax.random.split(key, 4)
+
+
+def train_keys(key: Key) -> Array:
+    """Of a client's training: to shuffle its examples, for its steps."""
+    return jax.random.split(key)
 
 
 def take_batch(examples: Examples, index: Int[Array, " B"], valid: Bool[Array, " B"]) -> Examples:
@@ -107,13 +178,15 @@ def train(
     client: PyTree,
     examples: Examples,
     key: Key,
+    plan: Batches | tuple = (),
 ) -> Trained:
     """Local training: ``algorithm.step`` over shuffled batches, from the received model. Empty steps change nothing.
 
-    Where one of the (station, server) ``rules`` watches, what the dense layers read in the last pass is kept.
+    ``plan``: the batches, if they were chosen before (``plan_round``). Where one of the (station, server) ``rules`` watches,
+    what the dense layers read in the last pass is kept.
     """
-    plan_key, step_key = jax.random.split(key)
-    batches = plan_batches(examples.mask, topology, plan_key)
+    plan_key, step_key = train_keys(key)
+    batches = Batches(*plan) if plan else plan_batches(examples.mask, topology, plan_key)
     optimizer, tally = algorithm.begin(backbone, received, client)
     num_steps, size = batches.valid.shape
     slots = min(num_steps, -(-examples.mask.shape[0] // size))  # steps of a pass
@@ -157,18 +230,20 @@ def visit(
     topology: Topology,
     rules: tuple[Aggregator, Aggregator],
     received: Received,
-    client: PyTree,
+    own: tuple[PyTree, Batches | tuple],
     examples: Examples,
     key: Key,
     last: Bool[Array, ""] | bool,
 ) -> Visit:
     """All that one client does in a station round: train, report, measure for the (station, server) rules.
 
+    ``own``: its state, and the plan of its batches if that was made before.
+
     What the server's rule wants is measured in the ``last`` station round only. A client without data keeps its state.
     """
-    to_station, to_server = rules
-    train_key, report_key, station_key, server_key = jax.random.split(key, 4)
-    trained = train(backbone, algorithm, topology, rules, received, client, examples, train_key)
+    (to_station, to_server), (client, plan) = rules, own
+    train_key, report_key, station_key, server_key = visit_keys(key)
+    trained = train(backbone, algorithm, topology, rules, received, client, examples, train_key, plan)
     variables, seen = trained.local.variables, trained.seen
     memory, message = algorithm.report(backbone, received, trained.local, trained.steps, examples, report_key)
 

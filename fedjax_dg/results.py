@@ -70,8 +70,8 @@ def environment() -> dict[str, Any]:
 
 
 class RunFolder:
-    """``runs/<name>/``: ``config.json``, ``metrics.jsonl``, ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``,
-    ``stages/<stage>/<cell>/<block>``.
+    """``runs/<name>/``: ``config.json``, ``splits.json``, ``metrics.jsonl``, ``result.json``, ``table.md``,
+    ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
 
     Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
     configuration, the same one without ``resume``, or something else, or cannot be written.
@@ -118,6 +118,18 @@ class RunFolder:
             shutil.rmtree(here.rename(old))
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.json", json.dumps(wanted, indent=2) + "\n")
+
+    def keep_splits(self, splits: dict[str, Any]) -> None:
+        """Write ``splits.json``. ``ValueError`` when there is another: the data are not what the run began with."""
+        path = self.path / "splits.json"
+        if path.exists() and (found := read_json(path)) != splits:
+            seed = next(s for s in {**found, **splits} if found.get(s) != splits.get(s))
+            raise ValueError(
+                f"{self.path} was begun with another split of the data (seed {seed}): restore the files that were added, "
+                "removed or renamed since, or pass --overwrite."
+            )
+        if sharding.is_first():
+            write_atomically(path, json.dumps(splits, indent=2) + "\n")
 
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""

@@ -12,7 +12,7 @@ from fedjax_dg.types import Aggregator, Algorithm, Received, RoundInfo, ServerSt
 def make_step(
     backbone, algorithm: Algorithm, topology: Topology, to_station: Aggregator, to_server: Aggregator, chunk: int
 ) -> Callable:
-    """``step(state, (examples [S, C, N, ...], ids [S, C]), key) -> (state, RoundInfo)``: one server round.
+    """``step(state, (examples [S, C, N, ...] or ``Drawn``, ids [S, C]), key) -> (state, RoundInfo)``: one server round.
 
     Randomness depends on (key, round, station round, client id) alone. A round's participants are drawn once and take
     part in all its station rounds; only their measurements of the last one go up to the server.
@@ -20,14 +20,14 @@ def make_step(
     rules = (to_station, to_server)
 
     def step(state: ServerState, data, key):
-        draw_key, survey_key, local_key = jax.random.split(jax.random.fold_in(key, state.round), 3)
-        examples, ids = data
-        counts = examples.mask.sum(-1)  # [S, C]
+        draw_key, survey_key, local_key = local.round_keys(key, state.round)
+        ids, (examples, drawn, plan, counts) = data[1], local.holdings(data[0])
         picked = local.choose_participants(counts > 0, ids, topology.participants, draw_key)  # [S, P]
         here = (examples, ids, counts, local.client_shares(*local.weigh(rules, counts)), state.clients)
         if topology.participants is not None:  # else a needless copy of the whole data set
             here = sharding.take_clients(here, picked)
         examples, ids, counts, shares, origin = here
+        examples = drawn or examples
         weights, station_weights = local.weigh(rules, counts)  # [S, P], [S]
         shared, stations, clients = state.shared, state.stations, origin
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
@@ -40,7 +40,7 @@ def make_step(
                     client,
                 )
                 received = Received(model, shared, memory, at_start, number, server)
-                return part(received, own, held, jax.random.fold_in(key, i), *last)
+                return part(received, own, held, local.client_key(key, i), *last)
 
             common = (shared, state.round, state.variables, *common)
             return local.map_clients(one, common, stations, (clients, origin, examples, ids), chunk, finish)
@@ -54,9 +54,10 @@ def make_step(
         def station_round(carry, number):
             stations, clients = carry
             last = topology.station_rounds == 1 or number == topology.station_rounds - 1
-            common = (jax.random.fold_in(local_key, number), last)
+            common = (local.station_round_key(local_key, number), last)
+            own = (clients, jax.tree.map(lambda x: x[:, :, number], plan))
             visiting = local.visiting(backbone, algorithm, topology, rules)
-            stations, clients, up, told = each_client(*visiting, common, (*stations, weights, shares), clients)
+            stations, clients, up, told = each_client(*visiting, common, (*stations, weights, shares), own)
             return ((stations, clients), up), told
 
         start = ((models, stations, state.station_rule), clients)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_dg import sharding
+from fedjax_dg import sharding, stream
 from fedjax_dg.aggregators.mean import mean
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
@@ -50,7 +50,7 @@ class Round:
     init: Callable[..., ServerState]  # jitted (key, variables=None)
     step: Callable[..., tuple[ServerState, RoundInfo]]  # one round, pure: jit, vmap or lower it as you like
     block: Any  # jitted (state, data, key, length) -> (state, RoundInfo [length, ...]); consumes ``state``
-    evaluate: Any  # jitted (variables, evaluation set, key, num_domains) -> Evaluation
+    evaluate: Any  # jitted (variables, evaluation set, key, num_domains, start=0) -> Evaluation
 
 
 class NotFinite(FloatingPointError):
@@ -106,10 +106,10 @@ def make_round(
     def block(state, data, key, length):
         return jax.lax.scan(lambda state, _: step(state, data, key), state, length=length)
 
-    def judge(variables, data, key, num_domains):
+    def judge(variables, data, key, num_domains, start=0):
         predict = functools.partial(algorithm.predict, backbone)
         with sharding.under(mesh):
-            return evaluate(predict, num_domains, backbone.num_classes, variables, data, key)
+            return evaluate(predict, num_domains, backbone.num_classes, variables, data, key, start)
 
     placed = sharding.of_state(mesh)
     return Round(
@@ -168,11 +168,13 @@ def run_blocks(
     key: Key,
     eval_every: int = 1,
     stage: Callable = run_stage,
+    workers: int = 0,
 ) -> Iterator[Block]:
     """Run from ``state.round`` to round ``rounds``, yielding after every ``eval_every`` rounds. Consumes ``state``.
 
-    ``stage`` runs a part of what a method does before round 1 (``Workshop.stage``). Raises ``ValueError`` for sizes that
-    do not fit before anything runs, ``NotFinite`` when training breaks down (the block before it was the last good one).
+    ``stage`` runs a part of what a method does before round 1 (``Workshop.stage``). ``workers``: processes that decode for
+    a streamed federation (0: threads). Raises ``ValueError`` for sizes that do not fit before anything runs, ``NotFinite``
+    when training breaks down (the block before it was the last good one).
     """
     check_fit(round_fn, federation)
     done = int(state.round)
@@ -181,24 +183,38 @@ def run_blocks(
             f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
             "number of rounds."
         )
-    data = furnish(round_fn, federation.data, jax.random.fold_in(key, FURNISHING))
-    if done == 0:
-        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
-        with sharding.under(round_fn.mesh):
-            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+    num_domains = len(federation.domain_names)
+    if federation.source is None:
+        data = furnish(round_fn, federation.data, jax.random.fold_in(key, FURNISHING))
+        if done == 0:
+            workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
+            with sharding.under(round_fn.mesh):
+                state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+        advance = lambda state: round_fn.block(state, data, key, length=eval_every)
+        judge = lambda variables, key: round_fn.evaluate(variables, federation.evaluation, key, num_domains)
+    else:
+        coming = stream.feed(federation, done, rounds, eval_every, key, round_fn.mesh, workers)
+        advance = lambda state: stream.advance(round_fn, state, federation.ids, coming, key, eval_every)
+        judge = lambda variables, key: stream.judge(round_fn, variables, federation, coming, key)
     while done < rounds:
-        state, info = round_fn.block(state, data, key, length=eval_every)
+        state, info = advance(state)
         info = sharding.fetch(info)
         check_finite(info, done)
         done += eval_every
-        judge_key = jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done)
-        judged = round_fn.evaluate(state.variables, federation.evaluation, judge_key, len(federation.domain_names))
+        judged = judge(state.variables, jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done))
         record = {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
         yield Block(state, info, record)
 
 
 def run(
-    round_fn: Round, state: ServerState, federation: Federation, rounds: int, key: Key, *, eval_every: int = 1
+    round_fn: Round,
+    state: ServerState,
+    federation: Federation,
+    rounds: int,
+    key: Key,
+    *,
+    eval_every: int = 1,
+    workers: int = 0,
 ) -> tuple[ServerState, list[dict[str, Any]]]:
     """Run ``rounds`` rounds; the last state, and a record of plain numbers for every evaluated round.
 
@@ -206,7 +222,7 @@ def run(
     command line. Raises as ``run_blocks`` does.
     """
     history = []
-    for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every):
+    for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
         state = reached.state
         history.append(reached.record)
     return state, history
@@ -252,6 +268,13 @@ def check_fit(round_fn: Round, federation: Federation) -> None:
         raise ValueError(
             f"The backbone takes inputs of shape {round_fn.backbone.input_shape}, but the data set has "
             f"{federation.clients.inputs.shape[3:]}: choose another backbone or resize the images."
+        )
+    if federation.source is not None and (
+        round_fn.algorithm.furnish is not None or round_fn.algorithm.prepare is not Algorithm._field_defaults["prepare"]
+    ):
+        raise ValueError(
+            "This method works on all the clients' examples before round 1, but the federation is streamed: choose another "
+            "algorithm, or stream=off and images that fit."
         )
     if not sharding.lies_on(federation.clients.mask, round_fn.mesh):
         raise ValueError(

@@ -98,6 +98,17 @@ def build(shape: tuple[int, ...], dtype: Any, block: Callable[[Any], np.ndarray]
     return jax.make_array_from_callback(shape, of_clients(mesh), lambda index: block(index).astype(dtype))
 
 
+def mine(shape: tuple[int, ...], mesh: Mesh | None) -> np.ndarray:
+    """Which of stations x clients lie on devices of this process."""
+    here = np.ones(shape, bool)
+    if mesh is None or jax.process_count() == 1:
+        return here
+    here[:] = False
+    for index in of_clients(mesh).addressable_devices_indices_map(shape).values():
+        here[index] = True
+    return here
+
+
 def place(state: ServerState, mesh: Mesh | None) -> ServerState:
     """A state from elsewhere (a checkpoint of another mesh, host arrays) on the devices of ``mesh``.
 

@@ -8,8 +8,8 @@ from tiny import tiny_backbone, tiny_domains, tiny_federation
 
 from fedjax_dg import algorithms, federate, make_round
 from fedjax_dg.datasets import Domains
-from fedjax_dg.federation import draw_validation
 from fedjax_dg.run import check_fit
+from fedjax_dg.splits import at_random
 from fedjax_dg.types import Topology
 
 
@@ -163,14 +163,14 @@ def test_label_skew_keeps_the_cover():
 
 def test_validation_is_drawn_as_the_same_share_of_every_domain():
     data = tiny_domains(per_domain=30)
-    chosen = draw_validation(data, 0.2, seed=0)
+    chosen = at_random(data, 0.2, seed=0)
     assert np.bincount(data.domain[chosen]).tolist() == [6, 6, 6]
-    assert not draw_validation(data, 0.0, seed=0).any()
+    assert not at_random(data, 0.0, seed=0).any()
 
 
 def test_validation_is_drawn_by_identity_where_items_recur():
     data = shared_items()
-    chosen = draw_validation(data, 0.25, seed=4)
+    chosen = at_random(data, 0.25, seed=4)
     assert np.bincount(data.domain[chosen]).tolist() == [5, 5, 5]
     assert len(np.unique(data.identity[chosen])) == 5
 
@@ -178,7 +178,7 @@ def test_validation_is_drawn_by_identity_where_items_recur():
 def test_a_drawn_validation_is_in_no_client():
     data = shared_items()
     federation = federate(data, "domain2", 2, 2, validation_fraction=0.25, seed=5)
-    chosen = draw_validation(data, 0.25, seed=5)
+    chosen = at_random(data, 0.25, seed=5)
     assert sorted(all_rows(federation)) == np.flatnonzero(~chosen & (data.domain != 2)).tolist()
     assert judged_rows(federation).tolist() == np.flatnonzero(chosen | (data.domain == 2)).tolist()
     assert np.array_equal(federation.evaluation.unseen, np.isin(judged_rows(federation), np.flatnonzero(chosen)))

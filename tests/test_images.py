@@ -207,7 +207,7 @@ def test_a_bad_file_among_those_read_ahead_is_named(tmp_path):
     for number in range(8):
         write(tmp_path / f"{number}.png", picture(number) if number != 5 else picture(5)[:50])
     images = Images(str(tmp_path), tuple(f"{number}.png" for number in range(8)), 8)
-    blocks = read(images, np.arange(8).reshape(4, 2))
+    blocks = read(images, list(np.arange(8).reshape(4, 2)))
     for number in range(2):
         np.testing.assert_array_equal(next(blocks), images[2 * number : 2 * number + 2])
     with pytest.raises(UnreadableImage, match="5.png cannot be read as an image"):

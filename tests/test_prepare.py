@@ -100,7 +100,7 @@ def test_array_record(tmp_path, out, capfd):
     np.testing.assert_array_equal(found.inputs[4:9:2], every[4:9:2])
     assert found.inputs[np.zeros(0, int)].shape == (0, 8, 8, 3) and len(found.inputs) == 24
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(found.inputs))[rows], every[rows])
-    blocks = list(read(found.inputs, np.asarray([[5, -1], [1, 2]])))
+    blocks = list(read(found.inputs, [np.asarray([5, -1]), np.asarray([1, 2])]))
     np.testing.assert_array_equal(blocks, [[every[5], 0 * every[5]], [every[1], every[2]]])
     import tensorflow_datasets as tfds
 

@@ -169,7 +169,8 @@ def _unreadable(tree: Tree, workers: int, report: Callable[[int, int], None]) ->
     rows = np.full(-(-total // BLOCK) * BLOCK, -1)
     rows[:total] = np.arange(total)
     bad: list[int] = []
-    for number, block in enumerate(read(Verdicts(tree.root, tree.files), rows.reshape(-1, BLOCK), workers)):
+    blocks = read(Verdicts(tree.root, tree.files), list(rows.reshape(-1, BLOCK)), workers)
+    for number, block in enumerate(blocks):
         start = number * BLOCK
         bad += (start + np.flatnonzero(~block[: total - start])).tolist()
         report(min(start + BLOCK, total), total)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from fedjax_dg.datasets.images import Images
-from fedjax_dg.datasets.records import Records
 
 
 class Domains(NamedTuple):
@@ -32,7 +29,7 @@ class Domains(NamedTuple):
     """
 
     name: str
-    inputs: np.ndarray | Images | Records
+    inputs: Any
     labels: np.ndarray
     domain: np.ndarray
     identity: np.ndarray | None

@@ -85,6 +85,20 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def resize(inputs: np.ndarray, size: int) -> np.ndarray:
+    """uint8 images [M, H, W, C] of an array with both sides ``size``, as ``decode`` resizes. ``ValueError`` for others."""
+    if inputs.ndim != 4 or inputs.dtype != np.uint8:
+        raise ValueError(f"Inputs of shape {inputs.shape} and type {inputs.dtype} are no images: leave image_size out.")
+    if inputs.shape[1:3] == (size, size):
+        return inputs
+    out = np.empty((len(inputs), size, size, inputs.shape[3]), np.uint8)
+    for place, image in enumerate(inputs):
+        for channel in range(inputs.shape[3]):
+            plane = Image.fromarray(image[:, :, channel])
+            out[place, :, :, channel] = np.asarray(plane.resize((size, size), Image.Resampling.BILINEAR))
+    return out
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Pillow warns of broken EXIF data and large images: not shown inside.

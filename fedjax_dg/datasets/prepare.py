@@ -216,7 +216,7 @@ def _blocks(domains: Domains, rows: NDArray[np.integer], workers: int) -> Iterat
     padded = np.full(-(-len(rows) // BLOCK) * BLOCK, -1)
     padded[: len(rows)] = rows
     left = len(rows)
-    for block in read(domains.inputs, padded.reshape(-1, BLOCK), workers):
+    for block in read(domains.inputs, list(padded.reshape(-1, BLOCK)), workers):
         yield block[: min(left, BLOCK)]
         left -= BLOCK
 

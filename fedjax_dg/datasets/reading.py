@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,12 +34,12 @@ class Blocks:
     """A grain data source: block i is ``inputs`` at ``rows[i]``, zeros where a row is -1."""
 
     inputs: Readable  # [M, ...]
-    rows: NDArray[np.integer]  # [n, U]
+    rows: Sequence[NDArray[np.integer]]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index) -> np.ndarray:
         rows = self.rows[index]
         out = np.zeros((len(rows), *self.inputs.shape[1:]), self.inputs.dtype)
         real = rows >= 0
@@ -47,8 +47,8 @@ class Blocks:
         return out
 
 
-def read(inputs: Readable, rows: NDArray[np.integer], workers: int = 0) -> Iterator[np.ndarray]:
-    """Blocks [U, ...] of ``inputs`` [M, ...] by their rows [n, U] (-1: zeros), in order, while the next are being read.
+def read(inputs: Readable, rows: Sequence[NDArray[np.integer]], workers: int = 0) -> Generator[np.ndarray]:
+    """Blocks [U, ...] of ``inputs`` [M, ...] by the rows [U] of each (-1: zeros), in order, while the next are being read.
 
     ``workers``: processes that decode; 0 = threads of this one. Neither changes what is read. Raises what decoding raises.
     """
@@ -56,7 +56,7 @@ def read(inputs: Readable, rows: NDArray[np.integer], workers: int = 0) -> Itera
         workers = 0  # nothing to decode, and each process would be sent a copy
     if not flags.FLAGS.is_parsed():  # grain's processes ask absl's flags, which only absl's own programs parse
         flags.FLAGS.mark_as_parsed()
-    source = grain.MapDataset.source(Blocks(inputs, rows))
+    source = grain.MapDataset.source(Blocks(inputs, rows))  # type: ignore  # no Sequence, but all that is asked of one
     num_threads = 1 if workers else THREADS
     threads = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_threads, AHEAD))
     blocks = source.to_iter_dataset(threads)
@@ -76,7 +76,7 @@ def read_all(inputs: Readable, workers: int = 0, size: int = 64) -> np.ndarray:
     rows = np.full(-(-len(inputs) // size) * size, -1)
     rows[: len(inputs)] = np.arange(len(inputs))
     out = np.empty(inputs.shape, inputs.dtype)
-    for number, block in enumerate(read(inputs, rows.reshape(-1, size), workers)):
+    for number, block in enumerate(read(inputs, list(rows.reshape(-1, size)), workers)):
         part = out[number * size : (number + 1) * size]
         part[:] = block[: len(part)]
     return out
