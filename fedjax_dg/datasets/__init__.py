@@ -4,14 +4,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_dg.datasets import digits, emoji_styles
+from fedjax_dg.datasets import benchmarks, digits, emoji_styles
 from fedjax_dg.datasets.domains import Domains, Summary
 from fedjax_dg.errors import unknown
 
 __all__ = ["DATASETS", "SUMMARIES", "Domains", "Summary", "describe", "load"]
 
-DATASETS: dict[str, Callable[..., Domains]] = {"emoji_styles": emoji_styles.load, **digits.LOADERS}
-SUMMARIES: dict[str, Summary] = {"emoji_styles": emoji_styles.SUMMARY, **digits.SUMMARIES}
+DATASETS: dict[str, Callable[..., Domains]] = {
+    "emoji_styles": emoji_styles.load,
+    **benchmarks.LOADERS,
+    **digits.LOADERS,
+}
+SUMMARIES: dict[str, Summary] = {"emoji_styles": emoji_styles.SUMMARY, **benchmarks.SUMMARIES, **digits.SUMMARIES}
+#: Names of classes that `describe` gives.
+MOST_CLASSES = 10
 
 
 def load(name: str, **options: Any) -> Domains:
@@ -42,9 +48,13 @@ def describe(name: str) -> str:
     if name not in SUMMARIES:
         raise unknown("data set", name, SUMMARIES)
     summary = SUMMARIES[name]
+    if not summary.domain_names:
+        return f"{name}: images of your own, in folders domain/class/image"
+    shown = summary.class_names[:MOST_CLASSES]
+    more = ", ..." if len(shown) < len(summary.class_names) else ""
     return (
         f"{name}: {summary.num_examples:,} examples\n"
         f"  {len(summary.domain_names)} domains: {', '.join(summary.domain_names)}\n"
-        f"  {len(summary.class_names)} classes: {', '.join(summary.class_names)}\n"
+        f"  {len(summary.class_names)} classes: {', '.join(shown)}{more}\n"
         f"  licence: {summary.licence}"
     )

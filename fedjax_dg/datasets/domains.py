@@ -14,8 +14,8 @@ class Domains(NamedTuple):
 
     Attributes:
       name: name of the data set, as in `fedjax_dg.datasets.DATASETS`.
-      inputs: [M, ...], images are uint8 [M, height, width, channels]; in memory, memory-mapped, or `Images`, which
-        are decoded when they are indexed.
+      inputs: [M, ...], images are uint8 [M, height, width, channels]; in memory, memory-mapped, or `Images` or
+        `Records`, which are read from their files when they are indexed.
       labels: int32 [M], index into `class_names`.
       domain: int32 [M], index into `domain_names`.
       identity: int32 [M], the item that is depicted; an item may occur once in each of several domains, always

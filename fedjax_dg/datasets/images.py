@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 #: What torchvision's ImageFolder takes for an image, by the end of its name in lower case.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+#: A filter of ``warnings``: nothing that Pillow's modules warn of is shown, nor turned into an error.
+_QUIET = ("ignore", None, Warning, re.compile(r"PIL\b"), 0)
 
 
 class UnreadableImage(ValueError):
@@ -49,17 +57,31 @@ class Images:
 def decode(path: str, size: int) -> np.ndarray:
     """An image file as uint8 RGB [size, size, 3]: both sides resized, bilinear with antialiasing, aspect not kept.
 
-    As ``Resize((size, size))`` of torchvision on what its ImageFolder reads. Raises ``UnreadableImage``.
+    As ``Resize((size, size))`` of torchvision on what its ImageFolder reads, but for what ``to_rgb`` names. A rotation
+    noted in the file (EXIF) is not applied, and of several frames the first is read, as there. Raises
+    ``UnreadableImage`` also for more pixels than twice ``PIL.Image.MAX_IMAGE_PIXELS``, the limit Pillow sets.
     """
     try:
-        with Image.open(path) as image:
+        with quietly(), Image.open(path) as image:
             return np.asarray(to_rgb(image).resize((size, size), Image.Resampling.BILINEAR))
+    # Pillow's readers raise some ten types of error on a damaged file, none of which would tell a user more.
     except Exception as error:
-        raise UnreadableImage(f"{path} cannot be read as an image ({type(error).__name__}): {error}") from None
+        why = "it is none" if isinstance(error, UnidentifiedImageError) else getattr(error, "strerror", None)
+        why = why or f"{error}" or type(error).__name__
+        raise UnreadableImage(f"{path} cannot be read as an image ({why}): replace it or remove it.") from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB of any mode."""
+    """RGB of any mode of 8 or 16 bits; transparency is dropped and CMYK inverted without a profile, as torchvision does.
+
+    Greyscale of 16 bits is scaled by 255 / 65535, where torchvision clips all above 255 to white. Raises ``ValueError``
+    for integers of 32 bits and floats, whose white is not known.
+    """
+    image.load()
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):  # PPM's are scaled to 16 bits
+        return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of 32 bits, mode {image.mode}, whose white is not known; save it with 8 or 16 bits")
     return image.convert("RGB")
 
 
@@ -75,3 +97,17 @@ def resize(inputs: np.ndarray, size: int) -> np.ndarray:
             plane = Image.fromarray(image[:, :, channel])
             out[place, :, :, channel] = np.asarray(plane.resize((size, size), Image.Resampling.BILINEAR))
     return out
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Pillow warns of broken EXIF data and large images: not shown inside.
+
+    Not ``warnings.catch_warnings``, which puts the filters back that it found: threads that decode would undo each other's.
+    """
+    filters: Any = warnings.filters
+    filters.insert(0, _QUIET)
+    try:
+        yield
+    finally:
+        filters.remove(_QUIET)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
 from absl import flags
 from numpy.typing import NDArray
-
-from fedjax_dg.datasets.images import Images
 
 #: Blocks that each worker process keeps ready.
 AHEAD = 2
@@ -19,11 +17,23 @@ AHEAD = 2
 THREADS = 4
 
 
+@runtime_checkable
+class Readable(Protocol):
+    """Rows [M, ...] that are read by their numbers: an array, memory-mapped or not, ``Images``, ``Records``."""
+
+    shape: Any
+    dtype: Any
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows, /) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A grain data source: block i is ``inputs`` at ``rows[i]``, zeros where a row is -1."""
 
-    inputs: Any  # [M, ...]: an array, memory-mapped or not, or ``Images``
+    inputs: Readable  # [M, ...]
     rows: Sequence[NDArray[np.integer]]
 
     def __len__(self) -> int:
@@ -37,11 +47,13 @@ class Blocks:
         return out
 
 
-def read(inputs: np.ndarray | Images, rows: Sequence[NDArray[np.integer]], workers: int = 0) -> Generator[np.ndarray]:
+def read(inputs: Readable, rows: Sequence[NDArray[np.integer]], workers: int = 0) -> Generator[np.ndarray]:
     """Blocks [U, ...] of ``inputs`` [M, ...] by the rows [U] of each (-1: zeros), in order, while the next are being read.
 
     ``workers``: processes that decode; 0 = threads of this one. Neither changes what is read. Raises what decoding raises.
     """
+    if isinstance(inputs, np.ndarray):
+        workers = 0  # nothing to decode, and each process would be sent a copy
     if not flags.FLAGS.is_parsed():  # grain's processes ask absl's flags, which only absl's own programs parse
         flags.FLAGS.mark_as_parsed()
     source = grain.MapDataset.source(Blocks(inputs, rows))  # type: ignore  # no Sequence, but all that is asked of one
@@ -57,9 +69,9 @@ def read(inputs: np.ndarray | Images, rows: Sequence[NDArray[np.integer]], worke
         iterator.close()
 
 
-def read_all(inputs: np.ndarray | Images, workers: int = 0, size: int = 64) -> np.ndarray:
+def read_all(inputs: Readable, workers: int = 0, size: int = 64) -> np.ndarray:
     """All of ``inputs`` in memory; arrays as they are."""
-    if not isinstance(inputs, Images):
+    if isinstance(inputs, np.ndarray):
         return inputs
     rows = np.full(-(-len(inputs) // size) * size, -1)
     rows[: len(inputs)] = np.arange(len(inputs))
