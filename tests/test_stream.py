@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import tiny_backbone, tiny_domains
+from trees import grow
 
 from fedjax_dg import aggregators, algorithms, datasets, federate, make_round, run, sharding, stream
 from fedjax_dg.algorithms import fedavg, fediir, scaffold
@@ -122,13 +123,15 @@ def test_resumed_in_the_middle_is_the_same_run():
     assert round_fn.block._cache_size() == 1
 
 
-def test_worker_processes_read_the_same():
-    images = np.random.default_rng(0).integers(0, 256, (40, 4, 4, 3), np.uint8)
+def test_worker_processes_read_the_same(tmp_path):
+    grow(tmp_path, ("one", "two"), ("class",), images=20)
+    images = datasets.load("folder", data_dir=str(tmp_path), image_size=4).inputs
+    expected = images[np.arange(40)]
     rows = [np.array(r) for r in ([3, -1, 39], [0, 0], [-1, -1, -1, -1], [12])]
     for workers in (0, 2):
         for found, wanted in zip(read(images, rows, workers), rows, strict=True):
-            expected = np.where((wanted >= 0)[:, None, None, None], images[wanted], 0)
-            assert found.dtype == np.uint8 and np.array_equal(found, expected)
+            assert found.dtype == np.uint8
+            assert np.array_equal(found, np.where((wanted >= 0)[:, None, None, None], expected[wanted], 0))
 
 
 def test_a_streamed_federation_on_a_mesh_is_the_same():
