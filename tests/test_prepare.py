@@ -1,4 +1,4 @@
-"""Prepared data sets: the same as before they were prepared, whole or not there at all, and never mistaken for another."""
+"""Prepared data sets: the same as before, whole or not there at all, and never mistaken for another."""
 
 import json
 import os
@@ -146,7 +146,7 @@ def test_the_official_split_that_was_not_there_is_refused_as_before(root, out):
 )
 def test_another_size_or_data_set_than_prepared(root, out, tmp_path, data_dir, name, words):
     prepare("PACS", str(root), out, image_size=8)
-    refusal(lambda: datasets.load(name, data_dir=str(tmp_path / data_dir)), words)
+    refusal(lambda: datasets.load(name, data_dir=str(tmp_path / data_dir), image_size=224), words)
 
 
 def test_of_several_sizes_the_one_asked_for(root, tmp_path):
@@ -154,6 +154,10 @@ def test_of_several_sizes_the_one_asked_for(root, tmp_path):
         prepare("PACS", str(root), tmp_path / "cache" / f"pacs_{size}", image_size=size)
     for size in (4, 8):
         assert load(tmp_path / "cache", size).inputs.shape[1] == size
+        assert load(tmp_path / "cache" / f"pacs_{size}", None).inputs.shape[1] == size
+    assert load(root, None).inputs.shape[1] == 224
+    refusal(lambda: load(tmp_path / "cache", None), "holds PACS prepared several times", "pacs_8 as --data-dir")
+    refusal(lambda: load(tmp_path / "cache", 5), "prepared with image_size=4, and 5 is asked for")
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -135,18 +135,18 @@ SUMMARIES: dict[str, Summary] = {
 
 
 def layout_of(name: str, data_dir: str) -> Layout:
-    """The layout of a benchmark, or of the user's own folder for ``folder``. Raises ``ValueError`` as ``own_layout``."""
+    """The layout of a benchmark, or of the user's own folder for ``folder``. Raises as ``own_layout``."""
     return own_layout(data_dir) if name == "folder" else LAYOUTS[name]
 
 
-def load(name: str, data_dir: str | None = None, image_size: int = 224, official: bool = False) -> Domains:
+def load(name: str, data_dir: str | None = None, image_size: int | None = None, official: bool = False) -> Domains:
     """A data set of image files, see ``folders.load_folder``, or what ``prepare`` made of it.
 
     Args:
       name: a key of ``LAYOUTS``, or ``folder``: any tree domain/class/image, its folders in sorted order.
-      data_dir: the folder of the data set, or one up to three above it; for ``folder`` the one that holds the domains. If
-        it is a prepared data set, or holds one of that name, that is read instead.
-      image_size: both sides of the images in pixels.
+      data_dir: the folder of the data set, or one up to three above it; for ``folder`` the one that holds the
+        domains. If it is a prepared data set, or holds one of that name, that is read instead.
+      image_size: both sides of the images in pixels; by default 224, or what it was prepared with.
       official: take the data set's own validation split from its lists.
 
     Raises:
@@ -155,7 +155,7 @@ def load(name: str, data_dir: str | None = None, image_size: int = 224, official
     path = given(name, data_dir)
     if (prepared := find_prepared(name, path, image_size)) is not None:
         return load_prepared(prepared, official)
-    return load_folder(layout_of(name, path), path, image_size, official)
+    return load_folder(layout_of(name, path), path, 224 if image_size is None else image_size, official)
 
 
 def given(name: str, data_dir: str | None) -> str:

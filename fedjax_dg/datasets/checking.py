@@ -64,8 +64,8 @@ def check(
 ) -> Report:
     """Looks through a data set without stopping at the first problem; every image file is decoded.
 
-    For the benchmarks numbers of images of no published version are a problem here, where ``load`` accepts them. A prepared
-    data set is checked against its manifest, any other by loading it.
+    For the benchmarks numbers of images of no published version are a problem here, where ``load`` accepts them. A
+    prepared data set is checked against its manifest, any other by loading it.
 
     Args:
       name: a key of ``fedjax_dg.datasets.DATASETS``.
@@ -129,8 +129,8 @@ def compare(layout: Layout, counts: np.ndarray) -> tuple[Version | None, tuple[s
         if found and (found != expected or differ):
             which = f" ({some(differ)})" if differ else ""
             problems.append(
-                f"{name} has {found:,} images{which}, expected {expected:,} of {layout.name} ({nearest.name}): complete it "
-                f"from {layout.home}, or use it as the part that it is."
+                f"{name} has {found:,} images{which}, expected {expected:,} of {layout.name} ({nearest.name}): complete "
+                f"it from {layout.home}, or use it as the part that it is."
             )
     return nearest, tuple(problems)
 

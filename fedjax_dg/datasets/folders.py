@@ -73,7 +73,7 @@ def own_layout(data_dir: str) -> Layout:
     if len(domains) < 2:
         found = f"only the folder {shown(domains[0])}" if domains else "no folder"
         raise ValueError(
-            f"{root} holds {found}, but one of two or more domains is held out: give a folder that holds domain/class/image."
+            f"{root} holds {found}, but one of two or more domains is held out: give a folder of domain/class/image."
         )
     classes = sorted({composed(name) for domain in domains for name in _folders(os.path.join(root, domain))})
     spellings: dict[str, str] = {}

@@ -72,7 +72,7 @@ def decode(path: str, size: int) -> np.ndarray:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB of any mode of 8 or 16 bits; transparency is dropped and CMYK inverted without a profile, as torchvision does.
+    """RGB of any mode of 8 or 16 bits; transparency is dropped, CMYK taken without a profile, as torchvision does.
 
     Greyscale of 16 bits is scaled by 255 / 65535, where torchvision clips all above 255 to white. Raises ``ValueError``
     for integers of 32 bits and floats, whose white is not known.
@@ -103,7 +103,7 @@ def resize(inputs: np.ndarray, size: int) -> np.ndarray:
 def quietly() -> Iterator[None]:
     """Pillow warns of broken EXIF data and large images: not shown inside.
 
-    Not ``warnings.catch_warnings``, which puts the filters back that it found: threads that decode would undo each other's.
+    Not ``warnings.catch_warnings``, which puts back the filters that it found: threads would undo each other's.
     """
     filters: Any = warnings.filters
     filters.insert(0, _QUIET)

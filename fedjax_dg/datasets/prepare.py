@@ -63,25 +63,25 @@ def prepare(
 ) -> Path:
     """Writes the images of a data set, decoded and resized, with all that ``load`` needs; gives the folder.
 
-    ``load(name, data_dir=out, image_size=image_size)`` then gives the same rows, labels, files and official split, without
-    decoding. The folder is written under another name and renamed when it is whole; what a killed run left is removed by the
-    next. The same content again is left as it is.
+    ``load(name, data_dir=out)`` then gives the same rows, labels, files and official split, without decoding. The
+    folder is written under another name and renamed when it is whole; what a killed run left is removed by the next.
+    The same content again (by names and sizes of the files) is left as it is.
 
     Args:
       name: a key of ``benchmarks.LAYOUTS``, or ``folder``.
       data_dir: the folder of the data set, or one up to three above it.
       out: the folder to write.
-      format: ``uint8``, one array that is mapped into memory, image_size^2 * 3 bytes an image; ``array_record``, compressed
-        records that tensorflow_datasets reads too, domains as splits, about two thirds of that for photographs, read some
-        ten times slower.
+      format: ``uint8``, one array that is mapped into memory, image_size^2 * 3 bytes an image; ``array_record``,
+        deflated records that tensorflow_datasets reads too, domains as splits: hardly smaller for photographs, far
+        smaller for drawings, and read some nine times slower.
       image_size: both sides of the images in pixels.
       workers: processes that decode; 0 = threads of this one.
       report: told how many of how many images are done.
       overwrite: replace a prepared data set of other content.
 
     Raises:
-      ValueError: the data set cannot be loaded, an image cannot be decoded, the disk is full, ``out`` is something else, of
-        other content or inside the data set, or another process is writing it.
+      ValueError: the data set cannot be loaded, an image cannot be decoded, the disk is full, ``out`` is something
+        else, of other content or inside the data set, or another process is writing it.
     """
     if name not in (*LAYOUTS, "folder"):
         raise unknown("data set of image files", name, (*LAYOUTS, "folder"))
@@ -268,8 +268,8 @@ def _write_records(folder: Path, domains: Domains, workers: int, report: Report)
 def _build(folder: Path, domains: Domains, splits: tuple[str, ...], workers: int, report: Report) -> Path:
     """The folder of the data set that tensorflow_datasets wrote.
 
-    Pixels are deflated tensors: of 224 x 224 photographs 130 a second are written and 500 read on one core, in 0.9 of their
-    size; as PNG 70 and 210, in 0.7.
+    Pixels are deflated tensors: of 224 x 224 noisy pictures 130 a second are written and 500 read on one core, in 0.9
+    of their size; as PNG 70 and 210, in 0.7.
     """
     import tensorflow_datasets as tfds  # takes half a second
 

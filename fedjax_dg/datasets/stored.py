@@ -6,6 +6,7 @@ pixels, ``images.npy`` (format ``uint8``) or ``images/`` (format ``array_record`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,42 +34,46 @@ def is_prepared(folder: str) -> bool:
 
 
 def find_prepared(name: str, data_dir: str, image_size: int | None) -> str | None:
-    """The prepared data set of that name that ``data_dir`` is or holds, if any; with several the one of ``image_size``.
+    """The prepared data set of that name and size that ``data_dir`` is or holds, if any; without a size the only one.
 
     Raises:
-      ValueError: all there are have another size, or ``data_dir`` is one that is damaged or of another name.
+      ValueError: all there are have another size, or several have different ones and none is asked for, or
+        ``data_dir`` is one that is damaged or of another name.
     """
     if is_prepared(data_dir):
-        found = {data_dir: read_manifest(data_dir)}
-        if found[data_dir]["data_set"] != name:
-            raise ValueError(
-                f"{data_dir} is a prepared {found[data_dir]['data_set']}, not {name}: give the folder of {name} as "
-                "--data-dir."
-            )
+        folders = {data_dir: read_manifest(data_dir)}
+        if (found := folders[data_dir]["data_set"]) != name:
+            raise ValueError(f"{data_dir} is a prepared {found}, not {name}: give the folder of {name} as --data-dir.")
     else:
-        found = {}
-        try:
-            names = sorted(os.listdir(data_dir))
-        except OSError:  # told by what looks for the images
-            names = []
-        for folder in (os.path.join(data_dir, name) for name in names if name[0] != "."):
-            if is_prepared(folder):
-                try:
-                    manifest = read_manifest(folder)
-                except ValueError:  # told when it is named itself: it may be of another data set
-                    continue
-                if manifest["data_set"] == name:
-                    found[folder] = manifest
-    for folder, manifest in found.items():
-        if image_size is None or manifest["image_size"] == image_size:
-            return folder
-    if found:
-        folder, manifest = next(iter(found.items()))
+        folders = _prepared_in(data_dir, name)
+    sizes = {folder: manifest["image_size"] for folder, manifest in folders.items()}
+    if image_size is None and len(sizes) > 1:
         raise ValueError(
-            f"{folder} holds {name} prepared with image_size={manifest['image_size']}, and {image_size} is asked for: give "
-            f"image_size={manifest['image_size']}, or prepare it again."
+            f"{data_dir} holds {name} prepared several times: give one of {', '.join(sizes)} as --data-dir."
         )
-    return None
+    fitting = [folder for folder, size in sizes.items() if image_size in (None, size)]
+    if fitting or not sizes:
+        return fitting[0] if fitting else None
+    folder, size = next(iter(sizes.items()))
+    raise ValueError(
+        f"{folder} holds {name} prepared with image_size={size}, and {image_size} is asked for: give image_size={size}, or "
+        "prepare it again."
+    )
+
+
+def _prepared_in(data_dir: str, name: str) -> dict[str, dict[str, Any]]:
+    """The manifests of the prepared data sets of that name directly in a folder."""
+    try:
+        inside = sorted(os.listdir(data_dir))
+    except OSError:  # told by what looks for the images
+        return {}
+    found = {}
+    for folder in (os.path.join(data_dir, entry) for entry in inside if entry[0] != "."):
+        # a damaged one may be of another data set: it is told when it is named itself
+        with contextlib.suppress(ValueError):
+            if is_prepared(folder) and (manifest := read_manifest(folder))["data_set"] == name:
+                found[folder] = manifest
+    return found
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def file_sums(folder: str) -> dict[str, list]:
 
 
 def load_prepared(folder: str, official: bool = False) -> Domains:
-    """The data set in a prepared folder: as before it was prepared, but ``inputs`` are mapped into memory or ``Records``.
+    """The data set in a prepared folder: as it was before, but ``inputs`` are mapped into memory or ``Records``.
 
     Raises:
       ValueError: a file is missing or was changed, or the official split is asked for and was not there.
