@@ -61,10 +61,14 @@ def read(inputs: Readable, rows: Sequence[NDArray[np.integer]], workers: int = 0
     threads = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_threads, AHEAD))
     blocks = source.to_iter_dataset(threads)
     if workers:
+        # as bytes: grain would send arrays through shared memory, of which containers have little and which it does not free
+        # to the last
+        blocks = blocks.map(np.ndarray.tobytes)
         blocks = blocks.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=AHEAD))
     iterator = iter(blocks)
     try:
-        yield from iterator
+        for block in iterator:
+            yield np.frombuffer(block, inputs.dtype).reshape(-1, *inputs.shape[1:]) if workers else block
     finally:
         iterator.close()
 
