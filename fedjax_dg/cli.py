@@ -33,6 +33,8 @@ from fedjax_dg.config import (
     read_toml,
     topology,
 )
+from fedjax_dg.datasets.checking import check as check_files
+from fedjax_dg.datasets.prepare import prepare
 from fedjax_dg.errors import unknown
 from fedjax_dg.estimate import duration
 from fedjax_dg.experiment import (
@@ -279,8 +281,6 @@ def _data_command(console: Console):
 
 def check_data(options: DataCheck, console: Console) -> int:
     """``fedjax-dg data check``."""
-    from fedjax_dg.datasets.checking import check as check_files  # brings grain, half a second
-
     with _Counter(console, f"checking {options.name}", quiet=options.json) as report:
         found = check_files(options.name, options.data_dir, options.workers, report)
     if options.json:
@@ -324,8 +324,6 @@ def _counts_table(found, lines: bool) -> Table:
 
 def prepare_data(options: DataPrepare, console: Console) -> int:
     """``fedjax-dg data prepare``."""
-    from fedjax_dg.datasets.prepare import prepare  # brings grain, half a second
-
     if options.out is None:
         raise ValueError("No folder to write is given: name it with --out.")
     settings = {name: getattr(options, name) for name in ("format", "image_size", "workers", "overwrite")}

@@ -6,9 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import grain
 import numpy as np
-from absl import flags
 from numpy.typing import NDArray
 
 #: Blocks that each worker process keeps ready.
@@ -54,6 +52,9 @@ def read(inputs: Readable, rows: Sequence[NDArray[np.integer]], workers: int = 0
     """
     if isinstance(inputs, np.ndarray):
         workers = 0  # nothing to decode, and each process would be sent a copy
+    import grain  # takes half a second
+    from absl import flags
+
     if not flags.FLAGS.is_parsed():  # grain's processes ask absl's flags, which only absl's own programs parse
         flags.FLAGS.mark_as_parsed()
     source = grain.MapDataset.source(Blocks(inputs, rows))  # type: ignore  # no Sequence, but all that is asked of one
@@ -65,7 +66,7 @@ def read(inputs: Readable, rows: Sequence[NDArray[np.integer]], workers: int = 0
         # to the last
         blocks = blocks.map(np.ndarray.tobytes)
         blocks = blocks.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=AHEAD))
-    iterator = iter(blocks)
+    iterator: Any = iter(blocks)
     try:
         for block in iterator:
             yield np.frombuffer(block, inputs.dtype).reshape(-1, *inputs.shape[1:]) if workers else block
