@@ -49,8 +49,6 @@ LR = 0.05
 KEY = jax.random.key(2)
 FORMS = pytest.mark.parametrize("form", ["ls", "paper"])
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def apart(tree, other):
     """The largest difference of two trees."""

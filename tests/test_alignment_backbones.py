@@ -55,9 +55,6 @@ PERMUTED = 2  # how many permuted copies; one model more has nothing to do with 
 ROUNDING = 1e-5  # of a logit, in units of the largest
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def random_model(backbone, seed=0) -> Variables:
     """Every leaf random, none zero, variances positive; scales below 1, or residual streams would grow with every block."""
     rng = np.random.default_rng(seed)

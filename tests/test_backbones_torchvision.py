@@ -42,9 +42,6 @@ def load_module(path):
 formula = load_module(GOLDEN / "formula_weights.py")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 

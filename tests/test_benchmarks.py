@@ -96,7 +96,7 @@ def as_torch(torch, params):
 
 # the rounding of the clients' models, times the condition of the Grams: here of fewer rows than inputs
 @pytest.mark.parametrize(("rule", "limit"), [("mean", 1e-5), ("hfedatm", 5e-4)])
-def test_torch_does_the_same_round(rule, limit, key, quick_compilation):
+def test_torch_does_the_same_round(rule, limit, key):
     torch, module = torch_side()
     images, labels = script("round").examples(script("round").Sizes(**SIZES), range(SIZES["stations"]))
     topology = fdg.Topology(SIZES["stations"], SIZES["clients"], batch_size=module.BATCH)

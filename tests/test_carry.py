@@ -24,9 +24,6 @@ ORDER = np.array([1, 2, 3, 0])  # a cycle: not its own inverse
 ORDERS = {"conv": jnp.asarray(ORDER)}
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def random_model(seed=0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), BACKBONE.init(jax.random.key(0)))

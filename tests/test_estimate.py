@@ -68,6 +68,7 @@ def test_only_those_that_take_part_count(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("full_optimization")
 def test_the_estimate_is_near_the_truth():
     """Loosely: other work on the machine changes both. ``experiments/benchmarks/round.py`` compares them in earnest."""
     domains = datasets.load("emoji_styles")

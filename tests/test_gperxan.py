@@ -36,8 +36,6 @@ OWN = {
 }
 ORDER = np.array([1, 2, 3, 0])  # a cycle: not its own inverse
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def random_model(backbone=MIXED, seed=0) -> Variables:
     """No leaf at a value that would hide a mistake."""

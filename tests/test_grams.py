@@ -30,9 +30,6 @@ FORMS = {
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):

@@ -31,9 +31,6 @@ FEDERATION = tiny_federation(
 )
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def near(actual, expected, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), actual, expected)
 

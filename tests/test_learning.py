@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("full_optimization")]
 
 
 @functools.cache

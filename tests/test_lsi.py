@@ -24,7 +24,6 @@ from fedjax_dg.run import run_blocks, run_stage
 from fedjax_dg.types import Examples, Local, Received, Variables
 
 KEY = jax.random.key(0)
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = {"num_sources": 3, "hidden": 8, "head_epochs": 1, "bank": 2, "inversion_steps": 3, "translator_steps": 10}
 BACKBONE = with_bottleneck(tiny_backbone(), 4)
 

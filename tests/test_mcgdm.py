@@ -22,8 +22,6 @@ from fedjax_dg.types import Examples, Received, Topology
 LR = 0.05
 KEY = jax.random.key(0)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)

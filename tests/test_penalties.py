@@ -51,8 +51,6 @@ WIDTH, LOGITS = 6, 4
 
 LR = 0.05
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def rows_of(domain=DOMAIN, mask=MASK):
     return penalties.group_rows(jnp.asarray(domain, jnp.int32), jnp.asarray(mask))

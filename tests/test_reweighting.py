@@ -29,8 +29,6 @@ LR = 0.05
 FIVE = np.array([(0, 0), (1, 1), (1, 1), (0, 1), (1, 0)], np.float64)
 EVEN = np.full(5, 0.2)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def real_rows(num, places=None):
     return jnp.arange(places or num) < num

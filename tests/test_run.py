@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ from fedjax_dg.experiment import CellRun, Grid, shapes_of
 from fedjax_dg.results import Cell, Checkpoints, read_json
 from fedjax_dg.run import Block, NotFinite, check_finite
 from fedjax_dg.types import RoundInfo, ServerState, Variables
+
+# the network judges thousands of images after every round
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 def words(text):
@@ -55,7 +59,9 @@ def programs():
         options = algorithm_options(config.algorithm) | aggregator_options(aggregator)
         settings = [(k, v) for k, v in config.settings.items() if k in options]
         key = repr((config.algorithm, aggregator, topology(config), settings, config.client_lr))
-        return rounds.setdefault(key, round_of(grid, aggregator))
+        if key not in rounds:
+            rounds[key] = round_of(grid, aggregator)
+        return rounds[key]
 
     def one_program(round_fn, federation, length):
         key = (id(round_fn), shapes_of(federation), length)
@@ -121,11 +127,17 @@ def stop_after(monkeypatch, number, of="record"):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of an uninterrupted run of SCAFFOLD."""
+def told(tmp_path_factory):
+    """An uninterrupted run of SCAFFOLD: its folder, what it printed, and what it printed of errors."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert run(folder, *SCAFFOLD) == 0
-    return folder
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        assert run(folder, *SCAFFOLD) == 0
+    return folder, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(told):
+    return told[0]
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +253,8 @@ def test_runs_at_a_time_do_not_change_a_bit(tmp_path, expected):
     assert_same_run(tmp_path / "run", expected)
 
 
-def test_progress_lines(tmp_path, capsys):
-    assert run(tmp_path / "run", *SCAFFOLD) == 0
-    out, err = capsys.readouterr()
+def test_progress_lines(told):
+    folder, out, err = told
     assert err == ""
     lines = out.splitlines()
     assert len([line for line in lines if re.fullmatch(r"Compiled the round with (mean|fedavgm) in .* s", line)]) == 2
@@ -253,13 +264,13 @@ def test_progress_lines(tmp_path, capsys):
     (title,) = [line for line in lines if "round selected by source-validation" in line]
     assert "interval over 2 seeds; 3 stations x 2 clients, 3 rounds" in title
     assert "Always answering the commonest class of fluent_mono: 25.7 %" in lines
-    assert lines[-1] == f"Run folder: {tmp_path / 'run'}"
+    assert lines[-1] == f"Run folder: {folder}"
 
 
 def test_no_command_breaks_lines_in_a_pipe(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     folder = tmp_path / ("long name " * 12)
-    assert run(folder, *SCAFFOLD) == 0
+    assert run(folder, *SCAFFOLD, "--rounds", "1", "--seeds", "1") == 0
     assert main(["table", str(folder)]) == 0
     assert main(["data", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -33,7 +33,6 @@ from fedjax_dg.algorithms import fedavg, mtgc, scaffold
 from fedjax_dg.alignment import Axis, Group, permute
 from fedjax_dg.types import Variables
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 BACKBONE, KEY = tiny_backbone(), jax.random.key(0)
 RULES = ("feddg_ga", "fedrc", "fisher", "otfusion", "trimmed_mean", "median")
 

@@ -20,7 +20,6 @@ from fedjax_dg.algorithms import fedavg, scaffold
 from fedjax_dg.cli import main
 from fedjax_dg.types import Topology
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SIZES = [[3, 5, 2, 4], [4, 0, 6, 1]]
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 

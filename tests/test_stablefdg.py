@@ -31,8 +31,6 @@ GARBAGE = 1e4
 
 PLAIN = functools.partial(stablefdg, highlight=False)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class StagedNet(nn.Module):
     """Three 3 x 3 convolutions with batch norm, a stage's end after each but the last, the mean over places, a head."""

@@ -39,8 +39,6 @@ WINDOWS = (0.0, 0.2, 0.4, 0.5, 0.7)
 SIZES = ((6, 6), (7, 7), (5, 8), (8, 5))
 ANY = [(size, window) for size in SIZES for window in WINDOWS]
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def images(*shape, seed=0):
     """Pixels in [0, 1]."""
