@@ -19,8 +19,6 @@ from fedjax_dg.config import check, read_toml
 from fedjax_dg.datasets.benchmarks import LAYOUTS
 from fedjax_dg.experiment import load_data, resolve
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 CONFIGS = ("pacs", "office_home", "terra_incognita", "domain_net")
 SMALL = ["--stations", "2", "--clients-per-station", "1", "--station-rounds", "1", "--rounds", "2", "--seeds", "1"]

@@ -381,7 +381,6 @@ def test_digits_are_dealt_to_clients():
 # --- networks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(("size", "channels", "flat"), [(28, 1, 256), (32, 2, 400)])
 def test_lenet5_on_other_images(size, channels, flat):
     """Against the network written out with Linen's convolution and pool; the flatten's places are those of its groups."""

@@ -23,7 +23,6 @@ from fedjax_dg.run import make_round
 from fedjax_dg.types import Local, Received
 
 SCALE, JITTER = (0.7, 1.0), 0.3
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def photo(height=40, width=56, seed=0):

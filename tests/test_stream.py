@@ -17,8 +17,6 @@ from fedjax_dg.estimate import fits
 from fedjax_dg.federation import deal
 from fedjax_dg.types import Algorithm, Start
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BACKBONE = tiny_backbone()
 KEY = jax.random.key(3)
 SIZES = {
