@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from fedjax_dg import datasets, sharding
+from fedjax_dg import datasets, estimate, sharding, stream
 from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES
 from fedjax_dg.config import (
@@ -36,7 +36,6 @@ from fedjax_dg.config import (
 from fedjax_dg.datasets.checking import check as check_files
 from fedjax_dg.datasets.prepare import prepare
 from fedjax_dg.errors import unknown
-from fedjax_dg.estimate import duration
 from fedjax_dg.experiment import (
     Grid,
     compile_block,
@@ -477,6 +476,13 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
     kinds = Counter(d.device_kind for d in jax.devices())
     devices = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     console.print(f"Devices: {devices}; mesh: {sharding.describe(grid.mesh)}")
+    if federation.source is not None:
+        drawn = stream.shapes(federation)
+        images, size = drawn.examples.mask.size, estimate.num_bytes(drawn.examples)
+        console.print(
+            f"Streamed: a round reads at most {images:,} examples, {size / 2**20:,.0f} MiB and as much for the next one; an "
+            f"evaluation reads {len(federation.evaluation.unseen):,}"
+        )
     config, jobs = grid.config, jobs or default_jobs(grid)
     for name, round_fn in rounds.items():
         program = compile_block(round_fn, federation, config.eval_every)
@@ -485,7 +491,7 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
         )
         if jax.process_count() == 1:
             cells = len(grid.cells) // len(rounds)
-            took = duration(round_fn, federation, config.rounds, config.eval_every, cells, jobs)
+            took = estimate.duration(round_fn, federation, config.rounds, config.eval_every, cells, jobs)
             console.print(
                 f"Time with {name}: about {took.round:.3g} s a round, {took.run:.3g} s for its {cells} cells, {jobs} at a "
                 "time (from one client's part; without the server's)"

@@ -156,6 +156,8 @@ def test_every_table_is_ready(name, monkeypatch, tmp_path, capsys):
     root = tree_of(name, tmp_path / "tree")
     table(monkeypatch, name, root, tmp_path / "dry", "--dry-run", "--algorithms", "fedavg")
     assert not (tmp_path / "dry").exists() and "Memory of a round with hfedatm" in capsys.readouterr().out
+    table(monkeypatch, name, root, tmp_path / "dry", "--dry-run", "--algorithms", "fedavg", "--stream", "on")
+    assert "Streamed: a round reads at most" in capsys.readouterr().out
     for stream in ("off", "on"):
         table(monkeypatch, name, root, tmp_path / stream, "--smoke", "--stream", stream)
     tables = [(tmp_path / stream / "table.md").read_text() for stream in ("off", "on")]
