@@ -48,7 +48,8 @@ class Blocks:
 def read(inputs: Readable, rows: Sequence[NDArray[np.integer]], workers: int = 0) -> Generator[np.ndarray]:
     """Blocks [U, ...] of ``inputs`` [M, ...] by the rows [U] of each (-1: zeros), in order, while the next are being read.
 
-    ``workers``: processes that decode; 0 = threads of this one. Neither changes what is read. Raises what decoding raises.
+    ``workers``: processes that decode; 0 = threads of this one. Neither changes what is read. Processes start anew, so a
+    script that asks for some must do its work under ``if __name__ == "__main__"``. Raises what decoding raises.
     """
     if isinstance(inputs, np.ndarray):
         workers = 0  # nothing to decode, and each process would be sent a copy
