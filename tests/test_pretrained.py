@@ -35,7 +35,7 @@ def same(one, other):
 def test_every_cell_starts_from_the_file(files):
     path, variables = files[6]
     grid = resolve(RunConfig(pretrained=str(path), seeds=1))
-    assert grid.notice is None
+    assert grid.notices == ()
     start = round_of(grid, "mean").init(jax.random.key(0), grid.pretrained).variables
     assert same(start, variables)
 
@@ -43,7 +43,7 @@ def test_every_cell_starts_from_the_file(files):
 def test_a_head_that_does_not_fit_is_drawn_anew_for_every_seed(files):
     path, variables = files[9]
     grid = resolve(RunConfig(pretrained=str(path), seeds=1))
-    assert "tells 9 classes apart, so the head for 6 classes is freshly drawn" in grid.notice
+    assert "tells 9 classes apart, so the head for 6 classes is freshly drawn" in grid.notices[0]
     init = round_of(grid, "mean").init
     first, second = (init(jax.random.key(seed), grid.pretrained).variables.params for seed in (0, 1))
     body = {k: v for k, v in variables.params.items() if k != "head"}
