@@ -183,13 +183,14 @@ def run_blocks(
             f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
             "number of rounds."
         )
-    num_domains = len(federation.domain_names)
+    num_domains, data = len(federation.domain_names), (federation.clients, federation.ids)
     if federation.source is None:
-        data = furnish(round_fn, federation.data, jax.random.fold_in(key, FURNISHING))
-        if done == 0:
-            workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
-            with sharding.under(round_fn.mesh):
-                state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+        data = furnish(round_fn, data, jax.random.fold_in(key, FURNISHING))
+    if done == 0:
+        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
+        with sharding.under(round_fn.mesh):
+            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+    if federation.source is None:
         advance = lambda state: round_fn.block(state, data, key, length=eval_every)
         judge = lambda variables, key: round_fn.evaluate(variables, federation.evaluation, key, num_domains)
     else:
@@ -269,9 +270,7 @@ def check_fit(round_fn: Round, federation: Federation) -> None:
             f"The backbone takes inputs of shape {round_fn.backbone.input_shape}, but the data set has "
             f"{federation.clients.inputs.shape[3:]}: choose another backbone or resize the images."
         )
-    if federation.source is not None and (
-        round_fn.algorithm.furnish is not None or round_fn.algorithm.prepare is not Algorithm._field_defaults["prepare"]
-    ):
+    if federation.source is not None and round_fn.algorithm.resident:
         raise ValueError(
             "This method works on all the clients' examples before round 1, but the federation is streamed: choose another "
             "algorithm, or stream=off and images that fit."

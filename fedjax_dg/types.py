@@ -191,6 +191,8 @@ class Algorithm(NamedTuple):
     #: every part of the method.
     local_epochs: int = 1
     least_epochs: int = 1
+    #: ``prepare`` or ``furnish`` reads all the clients' examples, so this method cannot be run on a streamed federation.
+    resident: bool = False
     #: backbone -> Before: sizes of what ``prepare`` and ``furnish`` send and keep, for ``traffic``.
     before: Callable[..., Before] = _before
     #: What the messages of this method tell about a client's data, and to whom.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_backbone, tiny_domains
+from tiny import tiny_backbone, tiny_domains, tiny_method
 from trees import grow
 
 from fedjax_dg import aggregators, algorithms, datasets, federate, make_round, run, sharding, stream
@@ -15,7 +15,7 @@ from fedjax_dg.algorithms import fedavg, fediir, scaffold
 from fedjax_dg.datasets.reading import read, read_all
 from fedjax_dg.estimate import fits
 from fedjax_dg.federation import deal
-from fedjax_dg.types import Algorithm, Start
+from fedjax_dg.types import Algorithm, ServerState, Start
 
 BACKBONE = tiny_backbone()
 KEY = jax.random.key(3)
@@ -207,6 +207,24 @@ def test_methods_that_need_all_examples_before_round_1_say_so():
         run(round_fn, round_fn.init(KEY), streamed, 1, KEY)
     with pytest.raises(ValueError, match="streamed, so no array holds its examples"):
         _ = streamed.data
+
+
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
+def test_other_methods_look_at_no_input_before_round_1(name):
+    streamed, method = both()[1], tiny_method(name)
+    if method.resident:
+        assert name in ("lsi", "elcfs", "ccst")
+    else:
+        assert method.furnish is None
+        data = (streamed.clients, streamed.ids)  # their inputs are only a shape
+        state = ServerState((), (), ((), ()), (), (), (), jnp.int32(0))
+        assert method.prepare(BACKBONE, state, data, KEY, None) == state
+
+
+def test_what_a_client_keeps_is_no_hindrance():
+    kept = algorithms.keep_batch_stats(algorithms.keep_optimizer(fedavg()))
+    one, other = (trained(f, kept, rounds=2)[1].variables for f in both())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), one, other)
 
 
 def test_what_fits_into_a_device(monkeypatch):

@@ -189,6 +189,7 @@ def ccst(
         optimizer(hparams.client_lr),
         adapt=adapt,
         furnish=furnish,
+        resident=True,
         before=before,
         discloses=(Disclosure(f"mean and deviation of VGG features of {what}", "all clients", "once"),),
     )

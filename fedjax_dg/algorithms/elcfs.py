@@ -145,7 +145,7 @@ def elcfs(
 
     what = f"amplitudes of one in {ONE_IN} images at the lowest frequencies, with the owner's id"
     told = Disclosure(what, "all clients", "once")
-    hooks = {"adapt": adapt, "init": init, "prepare": prepare, "begin": begin}
+    hooks = {"adapt": adapt, "init": init, "prepare": prepare, "resident": True, "begin": begin}
     return Algorithm(step=step, before=before, discloses=(told,), **hooks)
 
 

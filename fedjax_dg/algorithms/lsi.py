@@ -256,6 +256,7 @@ def lsi(
         adapt=functools.partial(with_bottleneck, width=width),
         init=init,
         prepare=prepare,
+        resident=True,
         before=before,
         discloses=DISCLOSURES,
     )
