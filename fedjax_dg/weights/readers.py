@@ -51,8 +51,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises ``ValueError`` for a file that is missing, damaged, of another kind, or refused.
     """
-    path = _file_of(Path(path))
+    path = Path(path)
     try:
+        path = _file_of(path)
         with path.open("rb") as file:
             promised = HASHED_NAME.search(path.name)
             found = hashlib.file_digest(file, "sha256").hexdigest() if promised else ""
@@ -77,7 +78,7 @@ def _file_of(path: Path) -> Path:
     for name in HUB_FILES:
         if (path / name).exists():
             return path / name
-    raise ValueError(f"Folder {path} has no weights: put {' or '.join(HUB_FILES)} in it, whole and not in shards.")
+    raise ValueError(f"it is a folder without {' and '.join(HUB_FILES)}, of which it needs one, whole and not in shards")
 
 
 def _content(file: BinaryIO) -> Any:
