@@ -290,7 +290,9 @@ def test_a_dict_within_itself_ends(put):
 def test_missing_files_and_folders_are_told_in_words(tmp_path):
     with pytest.raises(ValueError, match=r"nothing.pth cannot be read \(No such file"):
         read(tmp_path / "nothing.pth")
-    with pytest.raises(ValueError, match=r"cannot be read \(it is a folder without model.safetensors and pytorch_model.bin"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read \(it is a folder without model.safetensors and pytorch_model.bin"
+    ):
         read(tmp_path)
 
 

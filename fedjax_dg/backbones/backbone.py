@@ -19,7 +19,6 @@ from fedjax_dg.backbones.convolution import larger, pool, quarters_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.types import Key, Variables
 
-
 #: Stored inputs [B, ...], or what ``transform`` made of them: of tokens (input_ids, attention_mask), each [B, L].
 Inputs = Array | tuple[ArrayLike, ArrayLike]
 
@@ -103,7 +102,9 @@ class Backbone:
     ) -> Float[Array, "B L D"]:
         """A text network's last layer in evaluation mode; without ``attention_mask`` the ids are stored ones, -1 = none."""
         if not hasattr(self.module, "hidden_states"):
-            raise ValueError("hidden_states is for text, but this backbone is not: use features, or one such as roberta.")
+            raise ValueError(
+                "hidden_states is for text, but this backbone is not: use features, or one such as roberta."
+            )
         x = self.transform(jnp.asarray(input_ids) if attention_mask is None else (input_ids, attention_mask))
         return self._run(variables, x, method="hidden_states")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,8 +75,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], family: str 
 
     ``family``: what an entry ``model_type`` is taken to say where there is none. DeBERTa's ``pos_att_type`` may be a list or
     ``c2p|p2c``; its ``max_relative_positions`` of -1 is ``max_position_embeddings``.
-    Raises ``ValueError`` for a file that is missing or no JSON, for another ``model_type``, and for sizes that are missing or
-    that no network here has.
+    Raises ``ValueError`` for a file that is missing or no JSON, for another ``model_type``, and for entries that are missing
+    or say what no network here has.
     """
     if isinstance(source, Mapping):
         given, where = dict(source), "The configuration"
@@ -183,7 +184,7 @@ def store_tokens(input_ids: ArrayLike, attention_mask: ArrayLike) -> Int[np.ndar
 
 
 class Projection(nn.Module):
-    """x W + b, named and initialised as ``nn.Dense``; RegMean does not see it, as what it reads are parameters, not examples."""
+    """x W + b, named and initialised as ``nn.Dense``; not seen by RegMean, since it reads parameters and no examples."""
 
     features: int
     bias: bool
@@ -197,7 +198,7 @@ class Projection(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of a token's vector and, where the configuration has them, those of its position and of type 0; a norm, dropout."""
+    """A token's vector plus, where the configuration has them, those of its position and of type 0; a norm, dropout."""
 
     config: EncoderConfig
 
@@ -231,9 +232,7 @@ def positions_of(ids: Int[Array, "B L"], config: EncoderConfig) -> Int[Array, "*
 
 
 def dense(config: EncoderConfig, features: int, name: str, bias: bool = True) -> nn.Dense:
-    return nn.Dense(
-        features, use_bias=bias, kernel_init=nn.initializers.normal(config.initializer_range), name=name
-    )
+    return nn.Dense(features, use_bias=bias, kernel_init=nn.initializers.normal(config.initializer_range), name=name)
 
 
 def norm(config: EncoderConfig, name: str) -> nn.LayerNorm:
@@ -282,7 +281,7 @@ class Layer(nn.Module):
             dense(c, c.hidden_size, name)(x).reshape(*x.shape[:2], c.num_attention_heads, -1)
             for name in ("query", "key", "value")
         )
-        return jnp.einsum("bihd,bjhd->bhij", query, key) / np.sqrt(query.shape[-1]), value
+        return jnp.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(query.shape[-1]), value
 
     def disentangled_scores(
         self, x: Float[Array, "B L d"], relative: Float[Array, "R d"], train: bool
@@ -294,11 +293,11 @@ class Layer(nn.Module):
         """
         c = self.config
         length, heads = x.shape[1], c.num_attention_heads
+        scale = 1.0 / math.sqrt(c.hidden_size // heads * (1 + len(c.pos_att_type)))
         mixed = dense(c, 3 * c.hidden_size, "in_proj", bias=False)(x)
         query, key, value = jnp.moveaxis(mixed.reshape(*x.shape[:2], heads, 3, -1), 3, 0)
         bias = lambda name: self.param(name, nn.initializers.zeros_init(), (c.hidden_size,)).reshape(heads, -1)
-        query, value = query + bias("q_bias"), value + bias("v_bias")
-        query = query / np.sqrt(query.shape[-1] * (1 + len(c.pos_att_type))).astype(query.dtype)
+        query, value = scale * (query + bias("q_bias")), value + bias("v_bias")
         logits = jnp.einsum("bihd,bjhd->bhij", query, key)
         if not c.pos_att_type:
             return logits, value
@@ -313,9 +312,7 @@ class Layer(nn.Module):
             to_position = jnp.einsum("bihd,rhd->bhir", query, project("pos_proj", False)[::-1])
             logits = logits + by_distance(to_position)  # i - j falls with j
         if "p2c" in c.pos_att_type:
-            position = project("pos_q_proj", True)
-            position = position / np.sqrt(position.shape[-1] * (1 + len(c.pos_att_type))).astype(position.dtype)
-            from_position = jnp.einsum("bjhd,rhd->bhjr", key, position)
+            from_position = jnp.einsum("bjhd,rhd->bhjr", key, scale * project("pos_q_proj", True))
             logits = logits + by_distance(from_position).swapaxes(2, 3)  # and rises with i
         return logits, value
 
@@ -390,13 +387,13 @@ class TextClassifier(nn.Module):
         return jax.lax.stop_gradient(self.encoder(*x, False))
 
     def pool(self, first: Float[Array, "B d"], train: bool) -> Float[Array, "B D"]:
-        family, last = self.config.model_type, dict(deterministic=not train)
+        family = self.config.model_type
         if family == "roberta":
-            first = self.drop(first, **last)
+            first = self.drop(first, deterministic=not train)
         if family == "deberta":
-            first = self.drop_first(first, **last)
+            first = self.drop_first(first, deterministic=not train)
         activation = gelu if family == "deberta" else jnp.tanh
-        return self.drop(activation(self.dense(first)), **last)
+        return self.drop(activation(self.dense(first)), deterministic=not train)
 
     def features(self, x, train: bool, mask=None) -> Float[Array, "B D"]:
         return self.pool(self.hidden_states(x, train)[:, 0], train)

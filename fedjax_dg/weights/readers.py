@@ -78,7 +78,9 @@ def _file_of(path: Path) -> Path:
     for name in HUB_FILES:
         if (path / name).exists():
             return path / name
-    raise ValueError(f"it is a folder without {' and '.join(HUB_FILES)}, of which it needs one, whole and not in shards")
+    raise ValueError(
+        f"it is a folder without {' and '.join(HUB_FILES)}, of which it needs one, whole and not in shards"
+    )
 
 
 def _content(file: BinaryIO) -> Any:
