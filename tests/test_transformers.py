@@ -54,8 +54,8 @@ spec.loader.exec_module(formula)
 
 # one layer of width 8: what needs no more
 SMALL = {
-    "roberta": EncoderConfig("roberta", 20, 8, 1, 2, 12, 12, 1, 1e-5, pad_token_id=1, initializer_range=0.3),
-    "bert": EncoderConfig("bert", 20, 8, 1, 2, 12, 10, 2, 1e-12, initializer_range=0.3),
+    "roberta": EncoderConfig("roberta", 20, 8, 1, 2, 12, 12, 1, 1e-5, pad_token_id=1),
+    "bert": EncoderConfig("bert", 20, 8, 1, 2, 12, 10, 2, 1e-12),
     "deberta": DEBERTA_TINY._replace(
         vocab_size=20,
         hidden_size=8,
@@ -63,7 +63,6 @@ SMALL = {
         num_attention_heads=2,
         intermediate_size=12,
         max_relative_positions=10,
-        initializer_range=0.3,
     ),
 }
 every_family = pytest.mark.parametrize("family", SMALL)
@@ -76,10 +75,11 @@ def small(family, num_classes=3, **options):
 
 @functools.cache
 def drawn(family):
-    """Variables of ``small(family)``, biases and norms away from 0 and 1 too."""
+    """Variables of ``small(family)``, with no bias at 0 and no scale at 1."""
     rng = np.random.default_rng(0)
-    fresh = leaves_of(jax.jit(small(family).init)(jax.random.key(0)))
-    return from_leaves({k: x + 0.2 * rng.normal(size=x.shape).astype(np.float32) for k, x in fresh.items()})
+    shapes = leaves_of(jax.eval_shape(small(family).init, jax.random.key(0)))
+    draw = lambda leaf, shape: leaf.endswith("/scale") + 0.3 * rng.normal(size=shape)
+    return from_leaves({leaf: jnp.asarray(draw(leaf, x.shape), jnp.float32) for leaf, x in shapes.items()})
 
 
 def tokens(rows=4, seed=0, shortest=2, length=LENGTH):
@@ -336,12 +336,15 @@ def test_positions_count_real_tokens_from_their_first_row(family, first):
         assert rows("position") == [1, 2, 3, 4]
 
 
-def test_more_tokens_than_positions_are_refused():
-    for family in ("roberta", "bert"):
-        look = lambda n: jax.eval_shape(small(family).hidden_states, drawn(family), jnp.full((1, n), 3))
-        assert look(10).shape == (1, 10, 8)
-        with pytest.raises(ValueError, match="Inputs of 11 tokens are given, .* has positions for 10"):
-            look(11)
+@pytest.mark.parametrize("family", ["roberta", "bert"])
+def test_more_tokens_than_positions_are_refused(family):
+    look = lambda n: jax.eval_shape(small(family).hidden_states, drawn(family), jnp.full((1, n), 3))
+    assert look(10).shape == (1, 10, 8)
+    with pytest.raises(ValueError, match="Inputs of 11 tokens are given, .* has positions for 10"):
+        look(11)
+
+
+def test_deberta_takes_any_length():
     assert jax.eval_shape(small("deberta").hidden_states, drawn("deberta"), jnp.full((1, 50), 3)).shape == (1, 50, 8)
 
 
@@ -476,7 +479,7 @@ def test_dense_layers_and_what_they_read(family):
     readers = ["in_proj"] if family == "deberta" else ["query", "key", "value"]
     inner = [f"encoder/layer_0/{name}" for name in (*readers, "attention_output", "intermediate", "output")]
     seen = jax.eval_shape(lambda v: backbone.dense_inputs(v, tokens()), variables)
-    assert list(seen) == [*inner, "dense", "head"]
+    assert list(backbone.dense_layers(variables)) == [*inner, "dense", "head"]
     widths = {name: 12 if name.endswith("/output") else 8 for name in seen}
     assert {name: x.shape for name, x in seen.items()} == {
         name: (4, LENGTH, widths[name]) if name in inner else (4, 8) for name in seen
@@ -567,6 +570,11 @@ def test_methods_that_cannot_take_tokens_say_so(federation):
     round_fn = fdg.make_round(backbone, mixup(), federation.topology)
     with pytest.raises(ValueError, match="mixup cannot mix inputs of type int32: choose level=features"):
         jax.eval_shape(round_fn.step, round_fn.init(jax.random.key(0)), federation.data, jax.random.key(0))
+    with pytest.raises(ValueError, match="Inputs of type int32 have no mean to compare: choose of=features"):
+        fdg.make_round(backbone, fedavg(), federation.topology, to_server=fdg.aggregators.AGGREGATORS["fedrc"]())
+    for method in ("ccst", "elcfs", "mcgdm"):
+        with pytest.raises(ValueError, match=rf"{method} .* takes inputs of shape \({LENGTH},\): choose"):
+            fdg.make_round(backbone, fdg.algorithms.ALGORITHMS[method](), federation.topology)
 
 
 def test_fedsr_puts_its_posterior_where_the_head_was():

@@ -63,7 +63,7 @@ class Backbone:
     num_features: int
     num_classes: int
     groups: tuple[Group, ...] = ()
-    transform: Callable[[Array], Array] = scale_pixels
+    transform: Callable[[Any], Any] = scale_pixels
     weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
     starts: Mapping[str, str | float] = field(default_factory=dict, compare=False)
     ignored_weights: tuple[str, ...] = ()

@@ -166,7 +166,7 @@ class Tokens(NamedTuple):
 
     def __call__(self, inputs: Inputs) -> tuple[Int[Array, "B L"], Bool[Array, "B L"]]:
         """Of an array of ids with -1 where there is no token; or of (input_ids, attention_mask) as tokenizers give them."""
-        if isinstance(inputs, (tuple, list)):
+        if isinstance(inputs, tuple):
             ids, there = (jnp.asarray(x) for x in inputs)
         else:
             ids = jnp.asarray(inputs)
@@ -382,9 +382,9 @@ class TextClassifier(nn.Module):
         self.head = nn.Dense(self.num_classes, kernel_init=fresh)
 
     def hidden_states(self, x, train: bool = False) -> Float[Array, "B L d"]:
-        if not self.freeze_encoder:
-            return self.encoder(*x, train)
-        return jax.lax.stop_gradient(self.encoder(*x, False))
+        ids, there = x
+        hidden = self.encoder(ids, there, train and not self.freeze_encoder)
+        return jax.lax.stop_gradient(hidden) if self.freeze_encoder else hidden
 
     def pool(self, first: Float[Array, "B d"], train: bool) -> Float[Array, "B D"]:
         family = self.config.model_type
