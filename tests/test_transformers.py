@@ -485,7 +485,7 @@ def test_dense_layers_and_what_they_read(family):
         name: (4, LENGTH, widths[name]) if name in inner else (4, 8) for name in seen
     }
     assert backbone.dense_layers(variables) == {
-        name: inner[0] if name in inner[: len(readers)] else name for name in seen
+        name: min(inner[: len(readers)]) if name in inner[: len(readers)] else name for name in seen
     }
 
 
@@ -562,7 +562,7 @@ def test_rounds_train(family, rule, options, federation):
         assert still == {leaf for leaf in moved if leaf.startswith("params/encoder/")}
     else:
         assert still == set()
-        assert history[-1]["accuracy"] > 0.9
+        assert min(history[-1]["accuracy/one"], history[-1]["accuracy/two"]) > 0.8, history
 
 
 def test_methods_that_cannot_take_tokens_say_so(federation):
@@ -726,7 +726,6 @@ def test_configurations_are_read_as_the_hub_writes_them(tmp_path):
     assert read_config(bare) == ROBERTA_BASE
     assert read_config(bare | {"hidden_dropout_prob": 0.3, "classifier_dropout": None}).classifier_dropout == 0.3
     assert read_config(bare | {"classifier_dropout": 0.4}).classifier_dropout == 0.4
-    assert read_config(hub(DEBERTA_BASE, cls_dropout=0.2, pooler_dropout=0.1))[-6:-4] == (0.02, False)
     found = read_config(hub(DEBERTA_BASE, cls_dropout=0.2, pooler_dropout=0.1))
     assert (found.classifier_dropout, found.pooler_dropout) == (0.2, 0.1)
     assert (ROBERTA_BASE.longest, ROBERTA_TINY.longest, DEBERTA_BASE.longest, SMALL["bert"].longest) == (
@@ -778,7 +777,7 @@ BAD = {
         "/nowhere/at/all cannot be read .No such file.*: give a folder with",
     ),
     "image net": (
-        lambda: lenet5(3).hidden_states(Variables({}), jnp.zeros((1, 4))),
+        lambda: lenet5(3).hidden_states(Variables({}, {}), jnp.zeros((1, 4))),
         "hidden_states is for text, but this backbone is not: use features",
     ),
 }

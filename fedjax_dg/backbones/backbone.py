@@ -166,7 +166,7 @@ class Backbone:
         return mask[:, None] & x[1].astype(bool) if isinstance(x, tuple) else mask
 
     def dense_layers(self, variables: Variables) -> dict[str, str]:
-        """Every ``nn.Dense``, in order, and the first one that reads the same input: that one's Gram serves both."""
+        """Every ``nn.Dense``, in order, and the first by name that reads the same input: that one's Gram serves both."""
         found = {}
         example = jax.ShapeDtypeStruct((1, *self.input_shape), jnp.float32)
         jax.eval_shape(lambda v, x: found.update(first_readers(self.dense_inputs(v, x))), variables, example)
@@ -214,9 +214,11 @@ def tapped(without: tuple[str, ...] = ()) -> Iterator[dict[str, Array]]:
 
 
 def first_readers(seen: dict[str, Array]) -> dict[str, str]:
-    """Layer -> the first layer that read the very same array."""
+    """Layer -> the first layer that read the very same array; first by name, since trees of JAX sort their dicts."""
     firsts: dict[int, str] = {}
-    return {layer: firsts.setdefault(id(x), layer) for layer, x in seen.items()}
+    for layer in sorted(seen):
+        firsts.setdefault(id(seen[layer]), layer)
+    return {layer: firsts[id(x)] for layer, x in seen.items()}
 
 
 def max_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
