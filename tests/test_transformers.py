@@ -36,6 +36,8 @@ from fedjax_dg.backbones import (
     store_tokens,
 )
 from fedjax_dg.datasets import Domains
+from fedjax_dg.estimate import client_bytes
+from fedjax_dg.traffic import messages
 from fedjax_dg.types import Examples, Received, Topology, Variables
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -541,7 +543,7 @@ def sentences():
 
 @pytest.fixture(scope="module")
 def federation():
-    return fdg.federate(sentences(), stations=2, clients_per_station=2, batch_size=8, validation_fraction=0.2)
+    return fdg.federate(sentences(), stations=2, clients_per_station=2, batch_size=4, validation_fraction=0.2)
 
 
 @pytest.mark.parametrize(
@@ -575,6 +577,16 @@ def test_methods_that_cannot_take_tokens_say_so(federation):
     for method in ("ccst", "elcfs", "mcgdm"):
         with pytest.raises(ValueError, match=rf"{method} .* takes inputs of shape \({LENGTH},\): choose"):
             fdg.make_round(backbone, fdg.algorithms.ALGORITHMS[method](), federation.topology)
+
+
+def test_memory_and_traffic_of_text_are_foreseen():
+    kept, recomputed = (small("roberta", num_hidden_layers=4, remat=remat) for remat in (False, True))
+    topology = Topology(2, 2, batch_size=64)
+    assert client_bytes(recomputed, fedavg(), topology) < client_bytes(kept, fedavg(), topology)
+    start = jax.eval_shape(lambda key: fedavg().init(kept, kept.init(key), key), jax.random.key(0))
+    sent = messages(kept, fedavg(), (fdg.aggregators.mean(), fdg.aggregators.hfedatm()), start)
+    layers = set(kept.dense_layers(start.variables).values())
+    assert sent.to_server.keys() == layers and len(layers) == 4 * 4 + 2
 
 
 def test_fedsr_puts_its_posterior_where_the_head_was():

@@ -163,7 +163,7 @@ class Backbone:
     def real_rows(self, inputs: Inputs, mask: Bool[Array, " B"]) -> Bool[Array, "B *t"]:
         """Which rows of what the dense layers read are real, if ``mask`` says which examples are: of text, the tokens."""
         x = self.transform(inputs)
-        return mask[:, None] & x[1].astype(bool) if isinstance(x, tuple) else mask
+        return mask[:, None] & x[1] if isinstance(x, tuple) else mask
 
     def dense_layers(self, variables: Variables) -> dict[str, str]:
         """Every ``nn.Dense``, in order, and the first by name that reads the same input: that one's Gram serves both."""
