@@ -173,6 +173,7 @@ def test_hidden_states_are_those_of_transformers(family, published):
     assert hidden.shape == (3, 17, 48)
     error = np.abs(np.asarray(hidden, np.float64) - OUTPUTS[f"{family}.last_hidden_state"])
     assert error[THERE].max() < 1e-5
+    assert error.max() < 1e-5  # and what is never read
 
 
 @GOLDENS
@@ -272,7 +273,8 @@ def test_stored_tokens_are_ids_and_mask(family):
     assert made[0].dtype == jnp.int32 and made[1].dtype == bool
     for same in (given, tuple(map(np.asarray, given)), (jnp.where(there, ids, -1), given[1]), made, stored + 0.0):
         jax.tree.map(np.testing.assert_array_equal, backbone.transform(same), made)
-    near(backbone.apply(drawn(family), given), logits(backbone, drawn(family), stored))
+    for inputs in (stored, given):
+        assert jax.eval_shape(backbone.apply, drawn(family), inputs).shape == (4, 3)
     assert backbone.input_shape == (LENGTH,)
 
 
@@ -509,10 +511,9 @@ def test_grams_are_of_real_tokens_only(family):
         assert gram.rows == len(rows)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_grams_of_training_are_those_of_a_pass_of_their_own(remat):
-    """Where training moves nothing: without dropout and at rate 0."""
-    backbone, variables = small("roberta", dropout=0.0, remat=remat), drawn("roberta")
+def test_grams_of_training_are_those_of_a_pass_of_their_own():
+    """Where training moves nothing: without dropout and at rate 0. Recomputed layers show what they read too."""
+    backbone, variables = small("roberta", dropout=0.0, remat=True), drawn("roberta")
     examples = Examples(tokens(5), jnp.zeros(5, jnp.int32), jnp.arange(5) < 4, jnp.zeros(5, jnp.int32))
     rules = (fdg.aggregators.mean(), fdg.aggregators.hfedatm())
     received = Received(variables, (), (), (), 0, variables)
@@ -551,7 +552,7 @@ def federation():
     [("deberta", "hfedatm", {"remat": True}), ("roberta", "mean", {"freeze_encoder": True})],
 )
 def test_rounds_train(family, rule, options, federation):
-    backbone = small(family, num_classes=2, dropout=0.0, **options)
+    backbone = small(family, num_classes=2, dropout=0.0, intermediate_size=8, **options)  # few shapes to solve for
     to_server = {"mean": fdg.aggregators.mean, "hfedatm": fdg.aggregators.hfedatm}[rule]()
     algorithm = fedavg(optimizer=lambda client_lr: optax.adam(0.02))
     round_fn = fdg.make_round(backbone, algorithm, federation.topology, to_server=to_server)
@@ -580,13 +581,13 @@ def test_methods_that_cannot_take_tokens_say_so(federation):
 
 
 def test_memory_and_traffic_of_text_are_foreseen():
-    kept, recomputed = (small("roberta", num_hidden_layers=4, remat=remat) for remat in (False, True))
+    kept, recomputed = (small("roberta", num_hidden_layers=2, remat=remat) for remat in (False, True))
     topology = Topology(2, 2, batch_size=64)
     assert client_bytes(recomputed, fedavg(), topology) < client_bytes(kept, fedavg(), topology)
     start = jax.eval_shape(lambda key: fedavg().init(kept, kept.init(key), key), jax.random.key(0))
     sent = messages(kept, fedavg(), (fdg.aggregators.mean(), fdg.aggregators.hfedatm()), start)
     layers = set(kept.dense_layers(start.variables).values())
-    assert sent.to_server.keys() == layers and len(layers) == 4 * 4 + 2
+    assert sent.to_server.keys() == layers and len(layers) == 2 * 4 + 2
 
 
 def test_fedsr_puts_its_posterior_where_the_head_was():
@@ -643,7 +644,9 @@ def test_a_fresh_classifier_is_drawn_as_the_network_draws_it(family, folder, pub
     backbone, _ = published(family)
     path = folder(family, state_of(family))
     one, same, other = (load(backbone, path, key=jax.random.key(i)).params for i in (5, 5, 6))
-    drawn = jax.jit(backbone.init)(jax.random.key(5)).params
+    drawn = jax.jit(lambda key: {name: backbone.init(key).params[name] for name in ("dense", "head")})(
+        jax.random.key(5)
+    )
     for name in ("dense", "head"):
         jax.tree.map(np.testing.assert_array_equal, one[name], same[name])
         jax.tree.map(near, one[name], drawn[name])
