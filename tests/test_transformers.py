@@ -366,9 +366,6 @@ def test_the_classifier_reads_the_first_token(family):
     near(backbone.head(variables, jnp.asarray(z, jnp.float32)), z @ head["kernel"] + head["bias"])
     near(compiled(backbone, "dense_inputs")(variables, stored)["head"], z)
     assert backbone.num_features == 8
-    (_, forward), _ = gradient_of(small(family, dropout=0.0), variables)
-    near(forward.z, z)
-    assert forward.batch_stats == {}
 
 
 RATES = {
@@ -423,6 +420,7 @@ def test_a_frozen_encoder_has_no_gradient(family):
     variables = drawn(family)
     backbone = small(family, hidden_dropout_prob=0.5, classifier_dropout=0.0, freeze_encoder=True)
     (_, forward), gradient = gradient_of(backbone, variables)
+    assert forward.batch_stats == {}
     near(forward.logits, logits(small(family), variables, tokens()))
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(gradient["encoder"]))
     assert all((np.asarray(x) != 0).any() for name in ("dense", "head") for x in jax.tree.leaves(gradient[name]))
@@ -437,10 +435,9 @@ def test_every_parameter_of_a_free_encoder_has_a_gradient(family):
     assert zero == ([] if family == "deberta" else ["params/encoder/layer_0/key/bias"])
 
 
-@pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_recomputing_layers_changes_no_number(family):
+def test_recomputing_layers_changes_no_number():
     """Same dropout, same gradients, same inputs of dense layers."""
-    kept, recomputed, variables = small(family), small(family, remat=True), drawn(family)
+    kept, recomputed, variables = small("deberta"), small("deberta", remat=True), drawn("deberta")
     for key in (0, 1):
         (value, forward), gradient = gradient_of(recomputed, variables, key)
         (expected, wanted), expected_gradient = gradient_of(kept, variables, key)
@@ -449,9 +446,10 @@ def test_recomputing_layers_changes_no_number(family):
         near_trees(forward.dense_inputs, wanted.dense_inputs)
 
 
-@pytest.mark.parametrize("family", ["roberta", "deberta"])
-def test_recomputing_layers_keeps_less_and_the_same_layers(family):
-    kept, recomputed = (small(family, num_hidden_layers=3, max_position_embeddings=40, remat=x) for x in (False, True))
+def test_recomputing_layers_keeps_less_and_the_same_layers():
+    kept, recomputed = (
+        small("roberta", num_hidden_layers=2, max_position_embeddings=40, remat=x) for x in (False, True)
+    )
     shapes = jax.eval_shape(kept.init, jax.random.key(0))
     assert jax.tree.structure(jax.eval_shape(recomputed.init, jax.random.key(0))) == jax.tree.structure(shapes)
     assert list(recomputed.dense_layers(shapes).items()) == list(kept.dense_layers(shapes).items())
@@ -549,7 +547,7 @@ def federation():
 
 @pytest.mark.parametrize(
     ("family", "rule", "options"),
-    [("deberta", "hfedatm", {"remat": True}), ("roberta", "mean", {"freeze_encoder": True})],
+    [("deberta", "hfedatm", {}), ("roberta", "mean", {"freeze_encoder": True})],
 )
 def test_rounds_train(family, rule, options, federation):
     backbone = small(family, num_classes=2, dropout=0.0, intermediate_size=8, **options)  # few shapes to solve for
@@ -572,7 +570,8 @@ def test_methods_that_cannot_take_tokens_say_so(federation):
     backbone = small("roberta", num_classes=2)
     round_fn = fdg.make_round(backbone, mixup(), federation.topology)
     with pytest.raises(ValueError, match="mixup cannot mix inputs of type int32: choose level=features"):
-        jax.eval_shape(round_fn.step, round_fn.init(jax.random.key(0)), federation.data, jax.random.key(0))
+        state = jax.eval_shape(round_fn.init, jax.random.key(0))
+        jax.eval_shape(round_fn.step, state, federation.data, jax.random.key(0))
     with pytest.raises(ValueError, match="Inputs of type int32 have no mean to compare: choose of=features"):
         fdg.make_round(backbone, fedavg(), federation.topology, to_server=fdg.aggregators.AGGREGATORS["fedrc"]())
     for method in ("ccst", "elcfs", "mcgdm"):
@@ -639,10 +638,9 @@ def test_every_form_of_a_published_encoder_gives_the_same_variables(family, kind
     assert jax.tree.structure(variables) == jax.tree.structure(jax.eval_shape(backbone.init, jax.random.key(0)))
 
 
-@GOLDENS
-def test_a_fresh_classifier_is_drawn_as_the_network_draws_it(family, folder, published):
-    backbone, _ = published(family)
-    path = folder(family, state_of(family))
+def test_a_fresh_classifier_is_drawn_as_the_network_draws_it(folder, published):
+    backbone, _ = published("roberta")
+    path = folder("roberta", state_of("roberta"))
     one, same, other = (load(backbone, path, key=jax.random.key(i)).params for i in (5, 5, 6))
     drawn = jax.jit(lambda key: {name: backbone.init(key).params[name] for name in ("dense", "head")})(
         jax.random.key(5)
