@@ -195,8 +195,11 @@ def train(
     def move(local, number, index, valid):
         batch = take_batch(examples, index, valid)
         moved, metrics = algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
-        firsts = dict.fromkeys(first_readers(moved.seen).values()) if watched and moved.seen else ()
-        return moved._replace(seen=()), metrics, {layer: moved.seen[layer] for layer in firsts}
+        if not watched:
+            return moved._replace(seen=()), metrics, ()
+        firsts = dict.fromkeys(first_readers(moved.seen).values()) if moved.seen else ()
+        rows = backbone.real_rows(batch.inputs, valid)
+        return moved._replace(seen=()), metrics, Seen({layer: moved.seen[layer] for layer in firsts}, rows)
 
     def step(carried, inputs):
         (local, kept), (place, number, index, valid, passes, final) = carried, inputs
@@ -204,13 +207,13 @@ def train(
         go = lambda: move(local, number, index, valid)
         local, metrics, seen = jax.lax.cond(real, go, lambda: (local, *tree.zeros(jax.eval_shape(go)[1:])))
         if watched:  # in a ring: what is left at the end is the last pass
-            new = Seen(seen, valid & final)
+            new = seen._replace(mask=seen.mask & final)
             kept = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, place % slots, 0), kept, new)
         return (local, kept), (real, metrics)
 
     start = Local(received.variables, optimizer, client, tally, passes=jnp.int32(0))
     numbers = jnp.cumsum(batches.valid.any(1)) - 1  # of real steps: padding must not shift what later ones draw
-    shapes = Seen(jax.eval_shape(move, start, 0, batches.index[0], batches.valid[0])[2], batches.valid[0])
+    shapes = jax.eval_shape(move, start, 0, batches.index[0], batches.valid[0])[2]
     if watched and not shapes.inputs:
         raise ValueError(
             "The steps of this algorithm do not show their forward passes (Local.seen), so nothing can be gathered from "

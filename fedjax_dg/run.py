@@ -244,7 +244,8 @@ def check_rule(backbone: Backbone, rule: Aggregator) -> None:
     def once(variables, inputs):
         mask, labels = jnp.ones(1, bool), jnp.zeros(1, jnp.int32)
         examples = Examples(inputs, labels, mask, labels)
-        seen = Seen(backbone.dense_inputs(variables, inputs), mask) if rule.watches else None
+        rows = backbone.real_rows(inputs, mask)
+        seen = Seen(backbone.dense_inputs(variables, inputs), rows) if rule.watches else None
         return rule.measure(backbone, variables, variables, examples, jax.random.key(0), seen)
 
     variables = jax.eval_shape(backbone.init, jax.random.key(0))

@@ -105,7 +105,8 @@ def messages(
         reported = algorithm.report(backbone, received, local, jnp.int32(1), examples, key)[1]
 
         def measured(rule):
-            seen = Seen(backbone.dense_inputs(start.variables, inputs), examples.mask) if rule.watches else None
+            rows = backbone.real_rows(inputs, examples.mask)
+            seen = Seen(backbone.dense_inputs(start.variables, inputs), rows) if rule.watches else None
             return rule.measure(backbone, start.variables, start.variables, examples, key, seen)
 
         return Sent(surveyed, reported, *map(measured, rules))

@@ -73,7 +73,7 @@ class Seen(NamedTuple):
     """What the dense layers read in the forward passes of a client's last pass over its examples."""
 
     inputs: dict[str, Array]  # layer -> [M, ..., d]; of layers that read the same, the first
-    mask: Bool[Array, " M"]
+    mask: Bool[Array, "M *t"]  # which examples are real, of text which tokens (``Backbone.real_rows``)
 
 
 class Workshop(NamedTuple):

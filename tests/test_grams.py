@@ -245,7 +245,7 @@ def test_layers_that_read_the_same_share_one_gram():
     models = [jax.jit(ATTENTION.init)(jax.random.key(i)) for i in range(2)]
     tokens = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 2, 5)), jnp.float32)
     layers = ATTENTION.dense_layers(models[0])
-    assert layers == {"q": "q", "k": "q", "v": "q", "head": "head"}
+    assert layers == {"q": "k", "k": "k", "v": "k", "head": "head"}
     rule, no = hfedatm(gram_at="client"), jnp.zeros(4, jnp.int32)
 
     @jax.jit
@@ -256,14 +256,14 @@ def test_layers_that_read_the_same_share_one_gram():
 
     messages, (result, _, info) = merged(stack(models), tokens)
     rows = tokens.reshape(2, 8, 5)
-    assert sorted(messages) == ["head", "q"]
-    near(messages["q"], Gram(rows.swapaxes(1, 2) @ rows, rows.sum(1), jnp.full(2, 8.0)))
+    assert sorted(messages) == ["head", "k"]
+    near(messages["k"], Gram(rows.swapaxes(1, 2) @ rows, rows.sum(1), jnp.full(2, 8.0)))
     near(result, regmean(models, {layer: messages[first] for layer, first in layers.items()}).variables)
     kernels = tree.weighted_mean(stack(models), jnp.ones(2)).params
     assert all(abs(result.params[x]["kernel"] - kernels[x]["kernel"]).max() > 1e-3 for x in layers)
     assert {layer: float(x["bytes"]) for layer, x in info["regmean"].items()} == {
-        "q": 4.0 * (25 + 5 + 1),
-        "k": 0.0,
+        "q": 0.0,
+        "k": 4.0 * (25 + 5 + 1),
         "v": 0.0,
         "head": 4.0 * (36 + 6 + 1),
     }

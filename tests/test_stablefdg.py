@@ -507,7 +507,7 @@ def test_statistics_are_of_the_batchs_own_rows():
     forward = Forward(inputs, inputs, {}, {"query": inputs, "key": inputs, "head": inputs + 1})
     own = first_rows(forward, 8).dense_inputs
     assert {layer: x.shape[0] for layer, x in own.items()} == dict.fromkeys(("query", "key", "head"), 8)
-    assert first_readers(own) == {"query": "query", "key": "query", "head": "head"}
+    assert first_readers(own) == {"query": "key", "key": "key", "head": "head"}
     chex.assert_trees_all_equal(own, jax.tree.map(lambda x: x[:8], forward.dense_inputs))
 
 

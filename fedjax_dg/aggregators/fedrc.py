@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
@@ -90,7 +91,10 @@ def fedrc(tau: ArrayLike = 1.0, of: str = "inputs", weighting: str = "samples", 
 
     def measure(backbone, start, variables, examples: Examples, key, seen):
         def of_batch(batch):
-            x = backbone.features(start, batch.inputs) if of == "features" else backbone.transform(batch.inputs)
+            if of == "features":
+                x = backbone.features(start, batch.inputs)
+            else:
+                x = jax.tree.leaves(backbone.transform(batch.inputs))[0]  # of text, the token ids
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ValueError(f"Inputs of type {x.dtype} have no mean to compare: choose of=features.")
             return gaussian_of(x, batch.mask)

@@ -62,17 +62,22 @@ class GramForm(NamedTuple):
 
 
 def statistics(
-    x: Float[Array, "B *t d"], mask: Bool[Array, " B"], form: str = "whole", positions: int = 1, rank: int = 64
+    x: Float[Array, "B *t d"], mask: Bool[Array, "B *s"], form: str = "whole", positions: int = 1, rank: int = 64
 ) -> Gram | LowRankGram:
     """A layer's statistics on one batch of its inputs; rows where ``mask`` is False do not count, whatever they hold.
+
+    ``mask`` marks examples, or tokens of text; of what a layer reads once an example, those count that have a token.
 
     Forms: ``whole``; ``block``, one block for each of ``positions`` of a flattened feature map, exact within a position;
     ``channel``, their mean for all positions; ``diag``, squares only; ``lowrank``, the ``rank`` leading directions and
     the exact diagonal.
     """
     width = x.shape[-1]
-    x = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x.astype(jnp.float32), 0.0).reshape(-1, width)
-    rows, total = mask.sum().astype(jnp.float32) * (len(x) // len(mask)), x.sum(0)
+    if mask.ndim >= x.ndim:
+        mask = mask.any(tuple(range(x.ndim - 1, mask.ndim)))
+    real = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+    x = jnp.where(real, x.astype(jnp.float32), 0.0).reshape(-1, width)
+    rows, total = mask.sum().astype(jnp.float32) * (len(x) // mask.size), x.sum(0)
     if form == "lowrank":
         return LowRankGram(leading(x, rank), (x**2).sum(0), total, rows)
     if form == "whole":
@@ -122,7 +127,7 @@ def form_of(layer: str, width: int, backbone, form: GramForm) -> tuple[str, int]
 
 
 def statistics_of(
-    backbone, seen: dict[str, Float[Array, "B *t d"]], mask: Bool[Array, " B"], form: GramForm = GramForm()
+    backbone, seen: dict[str, Float[Array, "B *t d"]], mask: Bool[Array, "B *s"], form: GramForm = GramForm()
 ) -> dict[str, Any]:
     """Statistics of what the dense layers read, ``seen``; layers that read the same array share one entry, the first's."""
     return {
@@ -135,7 +140,8 @@ def measure_grams(backbone, variables, examples: Examples, form: GramForm = Gram
     """One evaluation-mode pass of a model over a client's examples: statistics of every dense layer's input."""
 
     def of_batch(batch):
-        return statistics_of(backbone, backbone.dense_inputs(variables, batch.inputs), batch.mask, form)
+        rows = backbone.real_rows(batch.inputs, batch.mask)
+        return statistics_of(backbone, backbone.dense_inputs(variables, batch.inputs), rows, form)
 
     return sum_over_batches(of_batch, examples, add_all)
 

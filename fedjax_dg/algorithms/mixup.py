@@ -62,8 +62,9 @@ def mixup(
         share = jnp.where(alpha > 0, drawn, 1.0)
         mix = lambda x: share * x + (1 - share) * x[other]
         inputs = backbone.transform(batch.inputs)
-        if level == "inputs" and not jnp.issubdtype(inputs.dtype, jnp.floating):
-            raise ValueError(f"mixup cannot mix inputs of type {inputs.dtype}: choose level=features.")
+        kind = jax.tree.leaves(inputs)[0].dtype  # of text, of the token ids
+        if level == "inputs" and not jnp.issubdtype(kind, jnp.floating):
+            raise ValueError(f"mixup cannot mix inputs of type {kind}: choose level=features.")
         forward = backbone.forward(variables, mix(inputs) if level == "inputs" else inputs, batch.mask, key)
         logits = forward.logits if level == "inputs" else backbone.head(variables, mix(forward.z))
         error = optax.softmax_cross_entropy_with_integer_labels

@@ -2,8 +2,11 @@
 
 from fedjax_dg.backbones.alexnet import alexnet
 from fedjax_dg.backbones.backbone import PRECISIONS, Backbone, Forward, in_precision
+from fedjax_dg.backbones.deberta import DEBERTA_BASE, DEBERTA_TINY, deberta, deberta_base, deberta_tiny
 from fedjax_dg.backbones.lenet import lenet5
 from fedjax_dg.backbones.resnet import resnet18, resnet18_cifar, resnet50
+from fedjax_dg.backbones.roberta import ROBERTA_BASE, ROBERTA_TINY, roberta, roberta_base, roberta_tiny
+from fedjax_dg.backbones.transformer import EncoderConfig, read_config, store_tokens
 from fedjax_dg.backbones.vgg import vgg11, vgg11_bn
 
 BACKBONES = {
@@ -16,17 +19,39 @@ BACKBONES = {
     "resnet50": resnet50,
 }
 
+#: For text: (num_classes, max_length=...) instead of images and their sizes.
+TEXT_BACKBONES = {
+    "roberta_base": roberta_base,
+    "roberta_tiny": roberta_tiny,
+    "deberta_base": deberta_base,
+    "deberta_tiny": deberta_tiny,
+}
+
 __all__ = [
     "BACKBONES",
+    "DEBERTA_BASE",
+    "DEBERTA_TINY",
     "PRECISIONS",
+    "ROBERTA_BASE",
+    "ROBERTA_TINY",
+    "TEXT_BACKBONES",
     "Backbone",
+    "EncoderConfig",
     "Forward",
     "alexnet",
+    "deberta",
+    "deberta_base",
+    "deberta_tiny",
     "in_precision",
     "lenet5",
+    "read_config",
     "resnet18",
     "resnet18_cifar",
     "resnet50",
+    "roberta",
+    "roberta_base",
+    "roberta_tiny",
+    "store_tokens",
     "vgg11",
     "vgg11_bn",
 ]

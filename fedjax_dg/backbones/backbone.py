@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from fedjax_dg.alignment.groups import Group
 from fedjax_dg.backbones.convolution import larger, pool, quarters_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.types import Key, Variables
+
+#: Stored inputs [B, ...], or what ``transform`` made of them: of tokens (input_ids, attention_mask), each [B, L].
+Inputs = Array | tuple[ArrayLike, ArrayLike]
 
 
 class Forward(NamedTuple):
@@ -44,10 +47,15 @@ class Backbone:
     Image networks also have the two halves of ``features``: ``maps(x, train, mask) -> [B, H, W, C]``, their last feature
     map, and ``reduce(maps, train) -> z``; where their stages end (``layers.Stage``) a method may add rows to the batch.
     ``groups`` are its permutation symmetries (see ``alignment``).
-    ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere.
+    Text networks have ``hidden_states(x, train) -> [B, L, D]``.
+    ``transform`` turns stored inputs into network inputs, so uint8 images may be passed everywhere, and token ids with -1
+    where there is no token; it leaves network inputs as they are.
     ``dtype`` is what layers compute in (``in_precision``); parameters, statistics, features and logits stay float32.
     ``weight_names`` says under which names published checkpoints hold a layer: path below ``params`` -> PyTorch names.
+    ``ignored_weights`` are prefixes of further names in such files, for layers that this network does not have; ``drawn``
+    are the layers they may lack, which are then drawn anew (the head among them; ``top(z)`` of the module makes them all).
     ``starts`` says what a leaf starts as where given weights lack it: a copy of another leaf, by name, or a number.
+    ``frozen`` are the first names of parameters that no loss reaches: merging measures nothing of them.
     """
 
     module: Any
@@ -55,15 +63,18 @@ class Backbone:
     num_features: int
     num_classes: int
     groups: tuple[Group, ...] = ()
-    transform: Callable[[Array], Array] = scale_pixels
+    transform: Callable[[Any], Any] = scale_pixels
     weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
     starts: Mapping[str, str | float] = field(default_factory=dict, compare=False)
+    ignored_weights: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ("head",)
+    frozen: tuple[str, ...] = ()
     dtype: Any = jnp.float32
 
-    def init(self, key: Key, inputs: Array | None = None) -> Variables:
+    def init(self, key: Key, inputs: Inputs | None = None) -> Variables:
         """Fresh Variables. ``inputs`` [B, *shape] is only looked at for its shape; by default ``input_shape`` is used."""
-        example = jnp.zeros((1, *self.input_shape)) if inputs is None else self.transform(inputs)
-        variables = self.module.init(key, example, train=False)
+        example = jnp.zeros((1, *self.input_shape)) if inputs is None else inputs
+        variables = self.module.init(key, self.transform(example), train=False)
         return Variables(variables["params"], variables.get("batch_stats", {}))
 
     def complete(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,19 +89,30 @@ class Backbone:
                 made[leaf] = leaves[start]
         return made
 
-    def apply(self, variables: Variables, inputs: Array) -> Float[Array, "B K"]:
+    def apply(self, variables: Variables, inputs: Inputs) -> Float[Array, "B K"]:
         """Logits in evaluation mode."""
         return self._run(variables, self.transform(inputs), train=False)
 
-    def features(self, variables: Variables, inputs: Array) -> Float[Array, "B D"]:
+    def features(self, variables: Variables, inputs: Inputs) -> Float[Array, "B D"]:
         """Features z in evaluation mode."""
         return self._run(variables, self.transform(inputs), train=False, method="features")
+
+    def hidden_states(
+        self, variables: Variables, input_ids: ArrayLike, attention_mask: ArrayLike | None = None
+    ) -> Float[Array, "B L D"]:
+        """A text network's last layer in evaluation mode; without ``attention_mask`` the ids are stored ones, -1 = none."""
+        if not hasattr(self.module, "hidden_states"):
+            raise ValueError(
+                "hidden_states is for text, but this backbone is not: use features, or one such as roberta."
+            )
+        x = self.transform(jnp.asarray(input_ids) if attention_mask is None else (input_ids, attention_mask))
+        return self._run(variables, x, method="hidden_states")
 
     def head(self, variables: Variables, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         """Logits of given features."""
         return self._run(variables, z, method="classify")
 
-    def forward(self, variables: Variables, inputs: Array, mask: Bool[Array, " B"], key: Key) -> Forward:
+    def forward(self, variables: Variables, inputs: Inputs, mask: Bool[Array, " B"], key: Key) -> Forward:
         """A training-mode pass; ``mask`` marks the real rows."""
 
         def both(module, x):
@@ -98,7 +120,7 @@ class Backbone:
             return z, module.classify_training(z, mask) if hasattr(module, "classify_training") else module.classify(z)
 
         options = {"method": both, "mutable": ["batch_stats"], "rngs": {"dropout": key}}
-        with tapped() as seen:
+        with tapped(self.frozen) as seen:
             (z, logits), changed = self._run(variables, self.transform(inputs), **options)
         return Forward(z, logits, dict(changed).get("batch_stats", variables.batch_stats), seen)
 
@@ -115,11 +137,11 @@ class Backbone:
             z = module.reduce(maps, train=True)
             return z, module.classify(z)
 
-        with tapped() as seen:
+        with tapped(self.frozen) as seen:
             z, logits = self._run(variables, maps, method=both, rngs={"dropout": key})
         return Forward(z, logits, variables.batch_stats, seen)
 
-    def _run(self, variables: Variables, x: Array, **options):
+    def _run(self, variables: Variables, x: Inputs, **options):
         """The module in its precision: parameters and input cast to it on the way in, what comes out to float32."""
         cast = lambda tree, dtype: jax.tree.map(
             lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
@@ -132,14 +154,19 @@ class Backbone:
         )
         return cast(out, jnp.float32)
 
-    def dense_inputs(self, variables: Variables, inputs: Array) -> dict[str, Float[Array, "B *t d"]]:
-        """What each ``nn.Dense`` reads in an evaluation-mode pass, by layer name, rows = examples."""
-        with tapped() as seen:
+    def dense_inputs(self, variables: Variables, inputs: Inputs) -> dict[str, Float[Array, "B *t d"]]:
+        """What each ``nn.Dense`` that is not ``frozen`` reads in an evaluation-mode pass, by layer name, rows = examples."""
+        with tapped(self.frozen) as seen:
             self.apply(variables, inputs)
         return seen
 
+    def real_rows(self, inputs: Inputs, mask: Bool[Array, " B"]) -> Bool[Array, "B *t"]:
+        """Which rows of what the dense layers read are real, if ``mask`` says which examples are: of text, the tokens."""
+        x = self.transform(inputs)
+        return mask[:, None] & x[1] if isinstance(x, tuple) else mask
+
     def dense_layers(self, variables: Variables) -> dict[str, str]:
-        """Every ``nn.Dense``, in order, and the first one that reads the same input: that one's Gram serves both."""
+        """Every ``nn.Dense``, in order, and the first by name that reads the same input: that one's Gram serves both."""
         found = {}
         example = jax.ShapeDtypeStruct((1, *self.input_shape), jnp.float32)
         jax.eval_shape(lambda v, x: found.update(first_readers(self.dense_inputs(v, x))), variables, example)
@@ -160,14 +187,26 @@ def in_precision(backbone: Backbone, precision: str) -> Backbone:
     return dataclasses.replace(backbone, dtype=PRECISIONS[precision])
 
 
+class Reads(nn.Module):
+    """Tells ``tapped`` what layers read in a program of their own (``nn.remat``), which values leave only as its results."""
+
+    def __call__(self, seen: dict[str, Array]) -> dict[str, Array]:
+        return seen
+
+
 @contextlib.contextmanager
-def tapped() -> Iterator[dict[str, Array]]:
-    """Context: what every ``nn.Dense`` reads while it lasts, by layer name."""
+def tapped(without: tuple[str, ...] = ()) -> Iterator[dict[str, Array]]:
+    """Context: what every ``nn.Dense`` reads while it lasts, by layer name; but for those below the names ``without``."""
     seen = {}
 
     def tap(next_method, args, kwargs, context):
-        if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
-            seen["/".join(context.module.path)] = args[0]
+        if context.method_name == "__call__":
+            found = {}
+            if isinstance(context.module, nn.Dense):
+                found["/".join(context.module.path)] = args[0]
+            elif isinstance(context.module, Reads):
+                found = args[0]
+            seen.update({layer: x for layer, x in found.items() if layer.split("/")[0] not in without})
         return next_method(*args, **kwargs)
 
     with nn.intercept_methods(tap):
@@ -175,9 +214,11 @@ def tapped() -> Iterator[dict[str, Array]]:
 
 
 def first_readers(seen: dict[str, Array]) -> dict[str, str]:
-    """Layer -> the first layer that read the very same array."""
+    """Layer -> the first layer that read the very same array; first by name, since trees of JAX sort their dicts."""
     firsts: dict[int, str] = {}
-    return {layer: firsts.setdefault(id(x), layer) for layer, x in seen.items()}
+    for layer in sorted(seen):
+        firsts.setdefault(id(seen[layer]), layer)
+    return {layer: firsts[id(x)] for layer, x in seen.items()}
 
 
 def max_pool(x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:

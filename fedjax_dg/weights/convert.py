@@ -19,23 +19,30 @@ from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.types import Key, Variables
 from fedjax_dg.weights.readers import read
 
-#: What PyTorch calls a leaf, where it has another name.
-PYTORCH = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
-HEAD = "params/head/"
+#: What PyTorch calls a leaf, where it has another name; old files of encoders have TensorFlow's gamma and beta.
+PYTORCH = {
+    "kernel": ("weight",),
+    "scale": ("weight", "gamma"),
+    "bias": ("bias", "beta"),
+    "embedding": ("weight",),
+    "mean": ("running_mean",),
+    "var": ("running_var",),
+}
 MOST_SHOWN = 3
 
 
 def load(backbone: Backbone, path: str | os.PathLike[str], key: Key | None = None) -> Variables:
-    """A backbone's variables from a file of weights: PyTorch's (see ``read``) or one that ``save`` wrote.
+    """A backbone's variables from a file of weights: PyTorch's, or a folder of the model hub with one (see ``read``), or
+    one that ``save`` wrote.
 
     PyTorch's names come from ``backbone.weight_names``. Kernels of convolutions go from [out, in, h, w] to [h, w, in, out],
     those of dense layers from [out, in] to [in, out]; behind a flatten of P positions, which ``backbone.groups`` tells,
     PyTorch's inputs run (channel, position) and ours (position, channel). A dense kernel may also be stored as a
-    convolution [out, channels, h, w] over all positions (timm's VGG). ``num_batches_tracked`` is ignored. What the file
-    lacks starts as ``backbone.starts`` says.
+    convolution [out, channels, h, w] over all positions (timm's VGG). ``num_batches_tracked`` is ignored, and names that
+    begin as one of ``backbone.ignored_weights``. What the file lacks starts as ``backbone.starts`` says.
 
-    Only the head may have another number of classes, or be absent: it is then drawn with ``key``, by default
-    ``jax.random.key(0)``, and a ``UserWarning`` says so.
+    Only the head may have another number of classes, or be absent, together with what else is ``backbone.drawn``: it is
+    then drawn with ``key``, by default ``jax.random.key(0)``, and a ``UserWarning`` says so.
 
     Raises ``ValueError`` for a file that ``read`` refuses, for PyTorch's names and a backbone without ``weight_names``, and
     for weights that are missing, left over or of another shape.
@@ -44,13 +51,17 @@ def load(backbone: Backbone, path: str | os.PathLike[str], key: Key | None = Non
     if notice is not None:
         warnings.warn(notice, stacklevel=2)
         features = jnp.zeros((1, backbone.num_features))
-        drawn = backbone.module.init(jax.random.key(0) if key is None else key, features, method="classify")
-        leaves |= leaves_of(Variables(drawn["params"], {}))
+        method = "top" if hasattr(backbone.module, "top") else "classify"
+        drawn = backbone.module.init(jax.random.key(0) if key is None else key, features, method=method)
+        leaves = leaves_of(Variables(drawn["params"], {})) | leaves
     return from_leaves(leaves)
 
 
 def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[str, Array], str | None]:
-    """The leaves that ``load`` takes from a file, and where the head is not among them, a sentence that says why."""
+    """The leaves that ``load`` takes from a file, and where the head is not among them, a sentence that says why.
+
+    Then other layers of ``backbone.drawn`` may lack too.
+    """
     state = read(path)
     shapes = {leaf: x.shape for leaf, x in leaves_of(jax.eval_shape(backbone.init, jax.random.key(0))).items()}
     own = any(name.startswith("params/") for name in state)
@@ -67,16 +78,22 @@ def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[
             array = state.pop(name)  # so that a model is not held twice
             found[leaf] = array if own else _our_layout(array, leaf, shapes[leaf], positions.get(leaf, 1))
     found = backbone.complete(found)
+    ignored = () if own else backbone.ignored_weights
 
-    head = {leaf: x.shape for leaf, x in found.items() if leaf.startswith(HEAD)}
+    layer_of = lambda leaf: leaf.split("/")[1]
+    head = {leaf: x.shape for leaf, x in found.items() if layer_of(leaf) == "head"}
     others = [shape for leaf, shape in head.items() if shape != shapes[leaf]]
     same_features = all(shape and shape[:-1] == shapes[leaf][:-1] for leaf, shape in head.items())
     redraw = same_features and (others or not head)
-    expected = {leaf: shape for leaf, shape in shapes.items() if not (redraw and leaf.startswith(HEAD))}
+    given = {layer_of(leaf) for leaf in found} - {"head"}
+    fresh = set(backbone.drawn) - given if redraw else set()
+    expected = {leaf: shape for leaf, shape in shapes.items() if layer_of(leaf) not in fresh}
     _check(
         path,
         missing=[names[leaf] for leaf in expected if leaf not in found],
-        left_over=[name for name in state if not name.endswith(".num_batches_tracked")],
+        left_over=[
+            name for name in state if not name.endswith(".num_batches_tracked") and not name.startswith(ignored)
+        ],
         other_shape=[
             f"{leaf} {list(found[leaf].shape)} instead of {list(shape)}"
             for leaf, shape in expected.items()
@@ -86,8 +103,9 @@ def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[
     leaves = {leaf: jnp.asarray(found.pop(leaf), jnp.float32) for leaf in expected}
     if not redraw:
         return leaves, None
-    given = f"tells {others[0][-1]} classes apart" if others else "has no head"
-    return leaves, f"Weights file {path} {given}, so the head for {backbone.num_classes} classes is freshly drawn."
+    has = f"tells {others[0][-1]} classes apart" if others else "has no head"
+    more = "".join(f", with {layer} before it," for layer in backbone.drawn if layer in fresh - {"head"})
+    return leaves, f"Weights file {path} {has}, so the head for {backbone.num_classes} classes{more} is freshly drawn."
 
 
 def save(variables: Variables, path: str | os.PathLike[str]) -> None:
@@ -109,7 +127,8 @@ def save(variables: Variables, path: str | os.PathLike[str]) -> None:
 def _pytorch_name(leaf: str, weight_names: Mapping[str, tuple[str, ...]], state: Container[str]) -> str:
     """Under which of its names the file holds a leaf; the first of them where it holds none."""
     _, *layer, kind = leaf.split("/")
-    names = [f"{name}.{PYTORCH.get(kind, kind)}" for name in weight_names.get("/".join(layer), ())]
+    kinds = PYTORCH.get(kind, (kind,))
+    names = [f"{name}.{theirs}" for name in weight_names.get("/".join(layer), ()) for theirs in kinds]
     return next((name for name in names if name in state), names[0] if names else leaf)
 
 

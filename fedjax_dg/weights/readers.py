@@ -20,6 +20,8 @@ import safetensors.numpy
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 #: torchvision's file names end in the first eight digits of the content's SHA-256.
 HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.(pth|pt|safetensors)$")
+#: Files of weights in a folder of the model hub, the better first.
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 #: Checkpoints of training scripts hold the state dict under one of these names.
 WRAPPERS = ("state_dict", "model")
 STORAGES = {
@@ -39,6 +41,8 @@ STORAGES = {
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads a state dict: PyTorch's names and layouts, floats as float32; a pickle's tied tensors share memory.
 
+    Of a folder, the first of ``HUB_FILES`` in it.
+
     Kinds, told apart by content and not by suffix: ``.safetensors``; ``torch.save`` (``.pth``, ``.pt``, ``.bin``) as a zip
     and as it was before PyTorch 1.6, pickles in a row; ``.npz``. A checkpoint's ``state_dict`` or ``model`` is unwrapped,
     and a ``module.`` before every name (``DataParallel``) is dropped. Pickles may ask for tensors, dicts and plain values;
@@ -49,6 +53,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     try:
+        path = _file_of(path)
         with path.open("rb") as file:
             promised = HASHED_NAME.search(path.name)
             found = hashlib.file_digest(file, "sha256").hexdigest() if promised else ""
@@ -64,6 +69,18 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             f"Weights file {path} cannot be read ({reason}); give a PyTorch state dict as .pth, .pt, .bin, .safetensors "
             "or .npz, downloaded or saved anew."
         ) from None
+
+
+def _file_of(path: Path) -> Path:
+    """The file itself, or the one of weights in a folder."""
+    if not path.is_dir():
+        return path
+    for name in HUB_FILES:
+        if (path / name).exists():
+            return path / name
+    raise ValueError(
+        f"it is a folder without {' and '.join(HUB_FILES)}, of which it needs one, whole and not in shards"
+    )
 
 
 def _content(file: BinaryIO) -> Any:
