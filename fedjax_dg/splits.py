@@ -154,8 +154,8 @@ def _recur(domains: Domains) -> bool:
 def _refuse_recurring(domains: Domains, split: str) -> None:
     if domains.identity is not None and not _recur(domains):
         raise ValueError(
-            f"split={split} divides every domain example by example, but in {domains.name} several may be parts of one item, "
-            "so a model would be judged on items that it has seen: choose split=random, which keeps them whole."
+            f"split={split} divides every domain example by example, but in {domains.name} several may be parts of one "
+            "item, so a model would be judged on items that it has seen: choose split=random, which keeps them whole."
         )
     if domains.identity is not None:
         raise ValueError(

@@ -134,8 +134,8 @@ def compare(layout: Layout, counts: np.ndarray) -> tuple[Version | None, tuple[s
         if found and (found != expected or differ):
             which = f" ({some(differ)})" if differ else ""
             problems.append(
-                f"{name} has {found:,} {layout.unit}{which}, expected {expected:,} of {layout.name} ({nearest.name}): complete "
-                f"it from {layout.home}, or use it as the part that it is."
+                f"{name} has {found:,} {layout.unit}{which}, expected {expected:,} of {layout.name} ({nearest.name}): "
+                f"complete it from {layout.home}, or use it as the part that it is."
             )
     return nearest, tuple(problems)
 

@@ -30,7 +30,7 @@ LAYOUT = Layout(
     unit="reviews",
 )
 #: Line breaks are spaces; so are control characters, but for those that Windows (cp1252) has letters and quotes for.
-_CLEAN = {code: " " for code in (*range(32), 127)}
+_CLEAN = dict.fromkeys((*range(32), 127), " ")
 _CLEAN |= {code: bytes([code]).decode("cp1252", "ignore") or " " for code in range(128, 160)}
 _OPENED, _ONE_LINE = re.compile(r"<([a-z_]+)>"), re.compile(r"<([a-z_]+)>(.*)</\1>")
 

@@ -9,8 +9,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from fedjax_dg.datasets.corpus import MOST_PROBLEMS, Corpus, Malformed, decoded, int32
 from fedjax_dg.datasets.folders import existing
 from fedjax_dg.datasets.layouts import composed, shown, some, spelled
@@ -88,14 +86,12 @@ def _rows(root: str, name: str, problems: list[str]) -> Iterator[tuple[str, str]
             content = decoded(file.read(), name)
         records = _objects(content, name) if name.lower().endswith(".jsonl") else _cells(content, name)
         for line, record in records:
-            where = f"{shown(name)} line {line}"
-            wrong = record if isinstance(record, str) else _wrong(record)
-            if wrong is not None:
-                problems.append(f"{where} {wrong}")
-                if len(problems) >= most:
-                    return
-            else:
+            if isinstance(record, dict) and (wrong := _wrong(record)) is None:
                 yield record["text"], str(record["label"]).strip()
+                continue
+            problems.append(f"{shown(name)} line {line} {record if isinstance(record, str) else wrong}")
+            if len(problems) >= most:
+                return
     except Malformed as error:
         problems.append(str(error))
     except OSError as error:

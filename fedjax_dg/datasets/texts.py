@@ -89,14 +89,7 @@ def load(
         *(version_note(LAYOUTS[name], corpus.counts) if name in LAYOUTS else ()),
         *corpus.notes,
         f"{told}, {tokens.vocab_size:,} tokens.",
-        *(
-            (
-                f"{tokens.cut:,} of {len(corpus.texts):,} texts have more than {max_length} tokens, up to {tokens.longest:,}, and "
-                "are cut.",
-            )
-            if tokens.cut
-            else ()
-        ),
+        *_cut_note(tokens, max_length),
         *tokens.notes,
     )
     return Domains(
@@ -125,6 +118,14 @@ class _Tokens(NamedTuple):
     cut: int  # texts that are longer
     longest: int  # tokens of the longest text, uncut
     notes: tuple[str, ...] = ()
+
+
+def _cut_note(tokens: _Tokens, max_length: int) -> tuple[str, ...]:
+    """How many texts are cut; nothing where none is."""
+    if not tokens.cut:
+        return ()
+    of_all = f"{tokens.cut:,} of {len(tokens.ids):,} texts"
+    return (f"{of_all} have more than {max_length} tokens, up to {tokens.longest:,}, and are cut.",)
 
 
 def _cache(cache_dir: str | os.PathLike[str] | None) -> Path:

@@ -66,7 +66,8 @@ def read_folder(folder: str | os.PathLike[str]) -> Vocabulary:
     ``tokenizer.json`` as it is; else ``vocab.json`` and ``merges.txt``, GPT-2's byte-level BPE as RoBERTa and DeBERTa use
     it; else ``vocab.txt``, BERT's word pieces. The last two are framed by the tokens of the family (``FAMILIES``) that
     ``config.json`` names; ``do_lower_case``, ``strip_accents``, ``tokenize_chinese_chars`` and ``add_prefix_space`` are
-    taken from ``tokenizer_config.json`` if it is there.
+    taken from ``tokenizer_config.json`` if it is there. Unlike the published code, a special token that somebody wrote in
+    a text is then text; ``tokenizer.json`` decides for itself.
 
     Raises:
       ValueError: no tokenizer in the folder, a damaged file, a family that is not known or whose tokens are missing, more
@@ -77,8 +78,8 @@ def read_folder(folder: str | os.PathLike[str]) -> Vocabulary:
     if not names:
         kind = "holds no tokenizer" if os.path.isdir(folder) else "is no folder"
         raise ValueError(
-            f"tokenizer={shown(folder)!r} {kind}: give a folder with tokenizer.json, with vocab.json and merges.txt, or with "
-            "vocab.txt, and config.json."
+            f"tokenizer={shown(folder)!r} {kind}: give a folder with tokenizer.json, with vocab.json and "
+            "merges.txt, or with vocab.txt, and config.json."
         )
     package()
     config = _json(folder, "config.json")
@@ -112,9 +113,9 @@ def train(texts: Iterable[str], vocab_size: int) -> Vocabulary:
         raise ValueError(
             f"vocab_size={vocab_size} is less than the {least} of all bytes and special tokens: give more, such as 8192."
         )
+    package()
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    package()
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer: Any = trainers.BpeTrainer(
@@ -140,7 +141,8 @@ def encode(vocabulary: Vocabulary, texts: Sequence[str], max_length: int) -> tup
     frame = len(vocabulary.before) + len(vocabulary.after)
     if max_length <= frame:
         raise ValueError(
-            f"max_length={max_length} leaves no room beside the {frame} special tokens of every text: give more, such as 128."
+            f"max_length={max_length} leaves no room beside the {frame} special tokens of every text: give more, such "
+            "as 128."
         )
     rows: list[np.ndarray] = []
     lengths: list[int] = []
