@@ -102,8 +102,7 @@ def _files(root: str, problems: list[str]) -> list[tuple[int, int, str]]:
 
 def _reviews(content: str, name: str, problems: list[str]) -> Iterator[tuple[str, float]]:
     """Text and rating of each review of a file that has both; what is wrong goes to ``problems``."""
-    count = 0
-    most = len(problems) + MOST_PROBLEMS
+    count, before = 0, len(problems)
     try:
         for line, review in _parse(content, name):
             count += 1
@@ -116,11 +115,11 @@ def _reviews(content: str, name: str, problems: list[str]) -> Iterator[tuple[str
                 problems.append(f"{shown(name)} line {line}: the review has {given}, expected 1 to 5: remove it")
             else:
                 yield text, rating
-            if len(problems) >= most:
+            if len(problems) >= before + MOST_PROBLEMS:
                 return
     except Malformed as error:
         problems.append(str(error))
-    if not count and len(problems) < most:
+    if not count and len(problems) == before:
         problems.append(f"{shown(name)} holds no review: complete it from {LAYOUT.home}")
 
 

@@ -68,6 +68,7 @@ def read(data_dir: str) -> Corpus:
         if file not in files:
             problems.append(f"{file} is missing: complete it from {LAYOUT.home}")
             continue
+        before = len(texts), len(problems)
         for text, mean, group in _sentences(name, files[file], problems):
             total += 1
             if abs(mean) >= LEAST:
@@ -75,6 +76,8 @@ def read(data_dir: str) -> Corpus:
                 labels.append(int(mean > 0))
                 domain.append(number)
                 groups.append((name, group))
+        if before == (len(texts), len(problems)):
+            problems.append(f"{file} holds no sentence that is rated as one or the other: get it from {LAYOUT.home}")
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     corpus = Corpus(
         LAYOUT.name,
