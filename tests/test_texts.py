@@ -245,7 +245,7 @@ SPOILED = {
         "line 17: a review starts inside of that of line 1",
     ),
     "outside": ("hello\n" + review("x", 5.0), "line 1: 'hello' is outside of a <review>"),
-    "outside of a field": (review("x", 5.0).replace("<title>", "title"), "line 12: 'title' is outside of a field"),
+    "outside of a field": (review("x", 5.0).replace("<title>", "title"), "line 11: 'title' is outside of a field"),
     "no rating": (
         re.sub("<rating>.*</rating>\n", "", review("x", 5), flags=re.S),
         "line 1: the review has no <rating>",
