@@ -6,7 +6,8 @@ data:     a text data set of ``fedjax-dg data list``
 printed:  a table; with --out also written, as experiments/results/text_baseline_vader.md was
 
 TF-IDF of words and pairs of words that occur in at least two texts, counts damped by their logarithm; logistic
-regression that weighs both classes alike. Nothing is tuned. Items that a data set keeps whole (sentences of one review) are in one fold.
+regression that weighs both classes alike. Nothing is tuned. Items that a data set keeps whole (sentences of one review)
+are in one fold.
 """
 
 from __future__ import annotations

@@ -458,7 +458,7 @@ def reference(folder, family):
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     else:
-        tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        tokenizer = ByteLevelBPETokenizer(*models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
         after, before = {"roberta": (("</s>", 2), ("<s>", 0)), "deberta": (("[SEP]", 2), ("[CLS]", 1))}[family]
         tokenizer._tokenizer.post_processor = processors.RobertaProcessing(after, before)
     return tokenizer
@@ -496,7 +496,7 @@ def test_a_tokenizer_json_is_taken_as_it_is(tmp_path):
 
 def test_a_tokenizer_json_that_does_not_frame_is_framed_by_its_family(tmp_path):
     folder = model_folder(tmp_path, "roberta", vocab_size=512)
-    plain = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    plain = ByteLevelBPETokenizer(*models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     plain.save(str(folder / "tokenizer.json"))
     vocabulary = tokenizing.read_folder(folder)
     assert (vocabulary.before, vocabulary.after, vocabulary.size) == ((0,), (2,), 512)
