@@ -100,9 +100,7 @@ def load_data(config: RunConfig) -> Domains:
         "official": config.split == "official",
         "max_length": config.max_length,
         "tokenizer": config.pretrained if config.pretrained and tokenizing.files_of(config.pretrained) else None,
-        "held_out": None
-        if config.held_out == "all"
-        else config.held_out,  # of several each is seen: ``notice`` says so
+        "held_out": config.held_out if config.held_out != "all" else None,  # else a tokenizer that is trained sees all
     }
     domains = datasets.load(config.dataset, **{k: v for k, v in wanted.items() if v is not None and k in allowed})
     if config.image_size is None or "image_size" in allowed:
