@@ -113,6 +113,7 @@ def test_a_domain_of_one_class_is_told(tmp_path):
 MALFORMED = {
     "empty text": ("b.csv", b"text,label\nx,1\n  ,2\n", "b.csv line 3 has an empty text"),
     "no label": ("b.csv", b'text,label\n"two\nlines",1\nx,\n', "b.csv line 4 has no label"),
+    "no label of two lines": ("b.csv", b'text,label\n"two\nlines",\n', "b.csv line 2 has no label"),
     "other column": (
         "b.csv",
         b"sentence,label\nx,1\n",
@@ -210,7 +211,7 @@ def test_amazon_reviews(tmp_path, place, kitchen):
     (root / "books" / "unlabeled.review").write_text("ignored")
     mixed = (
         b"\n\n"
-        + review("  line one &\n<br>\n   caf\xe9 isn\x92t\x1a\x81 <review>\xa0x ", "4.0")
+        + review("  line one &\n<br>\n   caf\xe9 isn\x92t\x1a\x81 <review>\x85\xa0x ", "4.0")
         .encode("latin-1")
         .replace(b"\n", b"\r\n")
         + review("so so", 3.0).encode()
@@ -224,7 +225,7 @@ def test_amazon_reviews(tmp_path, place, kitchen):
     assert corpus.class_names == ("negative", "positive")
     assert corpus.counts.tolist() == [[3, 3], [4, 2], [3, 3], [3, 3]]
     here = [text for text, domain in zip(corpus.texts, corpus.domain) if domain == 1]
-    assert here[3:] == ["line one & <br> café isn’t <review> x", "the stars say otherwise", "in one line"]
+    assert here[3:] == ["line one & <br> café isn’t <review>… x", "the stars say otherwise", "in one line"]
     assert corpus.labels[corpus.domain == 1].tolist() == [0, 0, 0, 1, 0, 1]
     assert corpus.texts[0] == sentence(100) and corpus.texts[-1] == sentence(402)
     assert corpus.notes == (
