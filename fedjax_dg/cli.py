@@ -306,11 +306,11 @@ def check_data(options: DataCheck, console: Console) -> int:
 
 
 def _counts_table(found, lines: bool) -> Table:
-    """Images by domain, and by class where these are few."""
-    header = "domain", *(("expected",) if found.expected else ()), "images"
+    """Examples by domain, and by class where these are few."""
+    header = "domain", *(("expected",) if found.expected else ()), found.unit
     table = Table(*header, box=HEAVY_HEAD if lines else None)
     by_class = len(found.class_names) <= MOST_CLASSES
-    for name in found.class_names if by_class else ("classes with images",):
+    for name in found.class_names if by_class else (f"classes with {found.unit}",):
         table.add_column(Text(name), overflow="fold")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -41,6 +41,8 @@ class RunConfig:
     """Folder of the data set's files, as they are or prepared; not needed for embedded ones."""
     image_size: int | None = None
     """One side of the images, to which they are resized; None = the data set's own, 224 for pictures in files."""
+    max_length: int | None = None
+    """Tokens of a text, special ones too; longer texts are cut; None = 128."""
     backbone: str = "lenet5"
     """Network."""
     norm: str | None = None
@@ -50,7 +52,7 @@ class RunConfig:
     bn_pool: str = "naive"
     """Merging batch statistics: naive (mean of variances), exact (of the mixture), local (a client keeps its own)."""
     pretrained: str | None = None
-    """File of weights to start from: .pth, .safetensors (torchvision's or timm's names) or .npz."""
+    """File of weights to start from: .pth, .safetensors (torchvision's or timm's names) or .npz, or a folder."""
     precision: str = "float32"
     """What layers compute in: float32, bfloat16; parameters, Grams and solves stay float32."""
     algorithm: str = "fedavg"
@@ -194,6 +196,10 @@ def check(config: RunConfig) -> RunConfig:
     check_number("client_lr", config.client_lr)
     if config.image_size is not None and config.image_size < 1:
         raise ValueError(f"image_size={config.image_size} is not positive: give the pixels of a side, such as 224.")
+    if config.max_length is not None and config.max_length < 1:
+        raise ValueError(
+            f"max_length={config.max_length} is not positive: give the most tokens of a text, such as 128."
+        )
     if config.validation_fraction is not None:
         check_fraction(config.validation_fraction)
     preset = check_setting(config.setting, None if config.sources is None else names(config.sources), config.domain_mix)

@@ -28,7 +28,7 @@ from fedjax_dg.config import (
     names,
     topology,
 )
-from fedjax_dg.datasets import Domains
+from fedjax_dg.datasets import Domains, tokenizing
 from fedjax_dg.datasets.images import resize
 from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
@@ -90,7 +90,18 @@ def load_data(config: RunConfig) -> Domains:
         raise ValueError(
             f"data_dir={config.data_dir!r} is given, but {config.dataset} comes with the library: leave data_dir out."
         )
-    wanted = {"data_dir": config.data_dir, "image_size": config.image_size, "official": config.split == "official"}
+    if config.max_length is not None and "max_length" not in allowed:
+        raise ValueError(
+            f"max_length={config.max_length} is given, but {config.dataset} holds no texts: leave max_length out."
+        )
+    wanted = {
+        "data_dir": config.data_dir,
+        "image_size": config.image_size,
+        "official": config.split == "official",
+        "max_length": config.max_length,
+        "tokenizer": config.pretrained if config.pretrained and tokenizing.files_of(config.pretrained) else None,
+        "held_out": config.held_out if config.held_out != "all" else None,  # else a tokenizer that is trained sees all
+    }
     domains = datasets.load(config.dataset, **{k: v for k, v in wanted.items() if v is not None and k in allowed})
     if config.image_size is None or "image_size" in allowed:
         return domains

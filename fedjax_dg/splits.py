@@ -27,12 +27,12 @@ def own(domains: Domains, fraction: float | None, seed: int) -> Chosen:
 
 
 def at_random(domains: Domains, fraction: float | None, seed: int) -> Chosen:
-    """``fraction`` (0.2) of every domain's examples, from ``seed``; where items recur in several domains, of the items,
-    with all their examples."""
+    """``fraction`` (0.2) of every domain's examples, from ``seed``; where examples belong to items, of its items; where
+    these recur in several domains, of all items. Items go with all their examples."""
     fraction = check_fraction(0.2 if fraction is None else fraction)
     identity = np.arange(len(domains.labels)) if domains.identity is None else domains.identity
     chosen = np.zeros(len(domains.labels), bool)
-    for domain in np.unique(domains.domain) if domains.identity is None else [None]:
+    for domain in [None] if _recur(domains) else np.unique(domains.domain):
         here = np.arange(len(identity)) if domain is None else np.flatnonzero(domains.domain == domain)
         items = np.random.default_rng(seed).permutation(np.unique(identity[here]))
         chosen[here] = np.isin(identity[here], items[: int(fraction * len(items))])
@@ -143,7 +143,20 @@ def check_fraction(fraction: float) -> float:
     return fraction
 
 
+def _recur(domains: Domains) -> bool:
+    """Whether an item has examples in several domains."""
+    if domains.identity is None:
+        return False
+    places = np.unique(np.stack([domains.identity, domains.domain]), axis=1)[0]
+    return len(np.unique(places)) < len(places)
+
+
 def _refuse_recurring(domains: Domains, split: str) -> None:
+    if domains.identity is not None and not _recur(domains):
+        raise ValueError(
+            f"split={split} divides every domain example by example, but in {domains.name} several may be parts of one "
+            "item, so a model would be judged on items that it has seen: choose split=random, which keeps them whole."
+        )
     if domains.identity is not None:
         raise ValueError(
             f"split={split} divides every domain by itself, but in {domains.name} the same items recur in several domains, "

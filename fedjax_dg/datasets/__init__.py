@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_dg.datasets import benchmarks, digits, emoji_styles
+from fedjax_dg.datasets import benchmarks, digits, emoji_styles, texts
 from fedjax_dg.datasets.domains import Domains, Summary
 from fedjax_dg.errors import unknown
 
@@ -14,8 +14,14 @@ DATASETS: dict[str, Callable[..., Domains]] = {
     "emoji_styles": emoji_styles.load,
     **benchmarks.LOADERS,
     **digits.LOADERS,
+    **texts.LOADERS,
 }
-SUMMARIES: dict[str, Summary] = {"emoji_styles": emoji_styles.SUMMARY, **benchmarks.SUMMARIES, **digits.SUMMARIES}
+SUMMARIES: dict[str, Summary] = {
+    "emoji_styles": emoji_styles.SUMMARY,
+    **benchmarks.SUMMARIES,
+    **digits.SUMMARIES,
+    **texts.SUMMARIES,
+}
 #: Names of classes that `describe` gives.
 MOST_CLASSES = 10
 
@@ -48,8 +54,8 @@ def describe(name: str) -> str:
     if name not in SUMMARIES:
         raise unknown("data set", name, SUMMARIES)
     summary = SUMMARIES[name]
-    if not summary.domain_names:
-        return f"{name}: images of your own, in folders domain/class/image"
+    if summary.own is not None:
+        return f"{name}: {summary.own}"
     shown = summary.class_names[:MOST_CLASSES]
     more = ", ..." if len(shown) < len(summary.class_names) else ""
     return (

@@ -131,7 +131,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PACS, OFFICE_HO
 SUMMARIES: dict[str, Summary] = {
     layout.name: Summary(layout.domain_names, layout.class_names, layout.versions[0].total, layout.licence)
     for layout in LAYOUTS.values()
-} | {"folder": Summary((), (), 0, "your own")}
+} | {"folder": Summary((), (), 0, "your own", "images of your own, in folders domain/class/image")}
 
 
 def layout_of(name: str, data_dir: str) -> Layout:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_dg import datasets
+from fedjax_dg.datasets import texts
 from fedjax_dg.datasets.benchmarks import LAYOUTS, given, layout_of
 from fedjax_dg.datasets.domains import Domains
 from fedjax_dg.datasets.folders import Tree, counts_of, find_root, scan, version_of
@@ -38,6 +39,7 @@ class Report(NamedTuple):
       expected: images by domain of the version, or of the one nearest to it; None where there is none.
       problems: what is wrong, a sentence each that says what to do.
       notes: what else a user should know.
+      unit: what is counted.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Report(NamedTuple):
     expected: tuple[int, ...] | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unit: str = "images"
 
     @property
     def ok(self) -> bool:
@@ -78,6 +81,8 @@ def check(
     """
     if name not in datasets.DATASETS:
         raise unknown("data set", name, datasets.DATASETS)
+    if name in texts.READERS:
+        return _check_texts(name, given(name, data_dir))
     if name not in (*LAYOUTS, "folder"):
         return _check_other(name, data_dir)
     path = given(name, data_dir)
@@ -129,8 +134,8 @@ def compare(layout: Layout, counts: np.ndarray) -> tuple[Version | None, tuple[s
         if found and (found != expected or differ):
             which = f" ({some(differ)})" if differ else ""
             problems.append(
-                f"{name} has {found:,} images{which}, expected {expected:,} of {layout.name} ({nearest.name}): complete "
-                f"it from {layout.home}, or use it as the part that it is."
+                f"{name} has {found:,} {layout.unit}{which}, expected {expected:,} of {layout.name} ({nearest.name}): "
+                f"complete it from {layout.home}, or use it as the part that it is."
             )
     return nearest, tuple(problems)
 
@@ -210,6 +215,30 @@ def _check_prepared(name: str, folder: str) -> Report:
     version = None if layout is None else version_of(layout, counts)
     return _of_domains(domains, folder, kind)._replace(
         version=version and version.name, expected=nearest and nearest.by_domain, problems=problems
+    )
+
+
+def _check_texts(name: str, path: str) -> Report:
+    """Texts, without tokenising them."""
+    try:
+        corpus = texts.READERS[name](path)
+    except ValueError as error:
+        return Report(name, None, "", problems=(str(error),))
+    layout = texts.LAYOUTS.get(name)
+    nearest, wrong_counts = (None, ()) if layout is None else compare(layout, corpus.counts)
+    version = None if layout is None else version_of(layout, corpus.counts)
+    return Report(
+        name=name,
+        root=corpus.root,
+        layout="texts",
+        version=version and version.name,
+        domain_names=corpus.domain_names,
+        class_names=corpus.class_names,
+        counts=tuple(map(tuple, corpus.counts.tolist())),
+        expected=nearest and nearest.by_domain,
+        problems=(*(f"{problem}." for problem in corpus.problems), *wrong_counts),
+        notes=corpus.notes,
+        unit="texts" if layout is None else layout.unit,
     )
 
 

@@ -14,18 +14,21 @@ class Domains(NamedTuple):
 
     Attributes:
       name: name of the data set, as in `fedjax_dg.datasets.DATASETS`.
-      inputs: [M, ...], images are uint8 [M, height, width, channels]; in memory, memory-mapped, or `Images` or
-        `Records`, which are read from their files when they are indexed.
+      inputs: [M, ...], images are uint8 [M, height, width, channels], texts int32 [M, length], ids of tokens and then -1
+        where there is none; in memory, memory-mapped, or `Images` or `Records`, which are read from their files when
+        they are indexed.
       labels: int32 [M], index into `class_names`.
       domain: int32 [M], index into `domain_names`.
-      identity: int32 [M], the item that is depicted; an item may occur once in each of several domains, always
-        with the same label. None where no item occurs twice.
+      identity: int32 [M], the item that an example shows, in one style or another (once in each of several domains,
+        always with the same label), or is a part of (sentences of one review, within a domain): a split keeps items
+        whole. None where every example is an item of its own.
       validation: bool [M], True for the data set's own validation split. None where it has none, so that one must
         be drawn.
       domain_names: names of the domains, in the order of their ids.
       class_names: names of the classes, in the order of their labels.
       files: where each example was read from, a path below the data set's folder; None where examples are no files.
       notice: what a user should know about how the files were read, in a sentence or two; None for nothing.
+      vocab_size: of texts, how many tokens there are; ids are below it. None where inputs are no tokens.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Domains(NamedTuple):
     class_names: tuple[str, ...]
     files: tuple[str, ...] | None = None
     notice: str | None = None
+    vocab_size: int | None = None
 
 
 class Summary(NamedTuple):
@@ -48,9 +52,11 @@ class Summary(NamedTuple):
       class_names: names of the classes, in the order of their labels.
       num_examples: examples of all domains together.
       licence: the terms the examples may be used under, in one line.
+      own: of a user's own examples, what they are and how they are stored; None for a data set.
     """
 
     domain_names: tuple[str, ...]
     class_names: tuple[str, ...]
     num_examples: int
     licence: str
+    own: str | None = None

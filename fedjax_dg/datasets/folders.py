@@ -68,14 +68,14 @@ def own_layout(data_dir: str) -> Layout:
     Raises:
       ValueError: no folder, or fewer than two domains in it.
     """
-    root = _existing("a folder for each domain", data_dir)
-    domains = _folders(root)
+    root = existing("a folder for each domain", data_dir)
+    domains = folders_in(root)
     if len(domains) < 2:
         found = f"only the folder {shown(domains[0])}" if domains else "no folder"
         raise ValueError(
             f"{root} holds {found}, but one of two or more domains is held out: give a folder of domain/class/image."
         )
-    classes = sorted({composed(name) for domain in domains for name in _folders(os.path.join(root, domain))})
+    classes = sorted({composed(name) for domain in domains for name in folders_in(os.path.join(root, domain))})
     spellings: dict[str, str] = {}
     for name in classes:
         if (other := spellings.setdefault(spelled(name, exact=True), name)) != name:
@@ -136,11 +136,11 @@ def version_note(layout: Layout, counts: NDArray[np.integer]) -> tuple[str, ...]
     """Which of several versions it is, or that it is none; nothing where there is nothing to say."""
     version = version_of(layout, counts)
     if version is not None:
-        return (f"{layout.name}: {version.name}, {version.total:,} images.",) if len(layout.versions) > 1 else ()
+        return (f"{layout.name}: {version.name}, {version.total:,} {layout.unit}.",) if len(layout.versions) > 1 else ()
     if not layout.versions:
         return ()
     known = " or ".join(f"{version.total:,}" for version in layout.versions)
-    return (f"{layout.name}: {counts.sum():,} images; the published set has {known}.",)
+    return (f"{layout.name}: {counts.sum():,} {layout.unit}; the published set has {known}.",)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def find_root(layout: Layout, data_dir: str) -> str:
     Raises:
       ValueError: there is none, or there are several at one depth.
     """
-    level = [_existing(layout.name, data_dir)]
+    level = [existing(layout.name, data_dir)]
     if layout.exact:
         return level[0]
     domain_of = lookup(layout.domains)
@@ -164,7 +164,7 @@ def find_root(layout: Layout, data_dir: str) -> str:
             if (real := os.path.realpath(folder)) in seen:
                 continue
             seen.add(real)
-            names = _folders(folder)
+            names = folders_in(folder)
             held = sorted({place for name in names if (place := domain_of(name)) is not None})
             if 2 * len(held) > len(layout.domains):
                 found.append(folder)
@@ -185,7 +185,8 @@ def find_root(layout: Layout, data_dir: str) -> str:
     )
 
 
-def _existing(what: str, data_dir: str) -> str:
+def existing(what: str, data_dir: str) -> str:
+    """The folder that was given. Raises ``ValueError`` if it is none."""
     path = os.fspath(data_dir)
     if not os.path.isdir(path):
         kind = "is no folder" if os.path.lexists(path) else "does not exist"
@@ -193,7 +194,7 @@ def _existing(what: str, data_dir: str) -> str:
     return path
 
 
-def _folders(folder: str) -> list[str]:
+def folders_in(folder: str) -> list[str]:
     """Names of the folders in a folder, sorted; none where it cannot be opened."""
     try:
         with os.scandir(folder) as entries:
@@ -301,11 +302,11 @@ def _assigned(root: str, inside: str, kind: str, layout: Layout, gathered: _Foun
 
 def _domain(layout: Layout, root: str, domain: str, gathered: _Found) -> Iterator[tuple[int, list[_File]]]:
     """The label and files of each class folder of a domain, in the order of their names on disk."""
-    below = [name.casefold() for name in _folders(os.path.join(root, domain))]
+    below = [name.casefold() for name in folders_in(os.path.join(root, domain))]
     if not layout.levels or not below or not set(below) <= set(layout.levels):
         yield from _classes(layout, root, domain, domain, gathered)
         return
-    levels = [_join(domain, name) for name in _folders(os.path.join(root, domain))]
+    levels = [_join(domain, name) for name in folders_in(os.path.join(root, domain))]
     by_level = {level: dict(_classes(layout, root, domain, level, gathered)) for level in levels}
     full = next((level for level in levels if level.rsplit("/", 1)[1].casefold() == "full"), None)
     labels = {label for found in by_level.values() for label in found}
@@ -428,8 +429,8 @@ def _opens(path: str) -> bool:
 
 def _holds_images(folder: str) -> bool:
     """Whether a folder holds images one or two folders below, as a domain does."""
-    inner = [os.path.join(folder, name) for name in _folders(folder)]
-    deeper = [os.path.join(path, name) for path in inner for name in _folders(path)]
+    inner = [os.path.join(folder, name) for name in folders_in(folder)]
+    deeper = [os.path.join(path, name) for path in inner for name in folders_in(path)]
     return any(_is_image(name) for path in (folder, *inner, *deeper) for name in _names(path))
 
 

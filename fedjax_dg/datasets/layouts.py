@@ -65,6 +65,7 @@ class Layout(NamedTuple):
       lists: its official split; None where it has none.
       levels: names of folders that may lie between a domain and its classes; ``full`` holds what all others do.
       exact: names may differ in case, Unicode form and kind of separator, but not in having one.
+      unit: what is counted.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Layout(NamedTuple):
     lists: Lists | None = None
     levels: tuple[str, ...] = ()
     exact: bool = False
+    unit: str = "images"
 
     @property
     def domain_names(self) -> tuple[str, ...]:
