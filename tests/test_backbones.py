@@ -198,7 +198,7 @@ def test_bfloat16_is_the_same_network_in_fewer_digits(name, options):
     """Layers read bfloat16 (8 bits: 0.4 % a step); what comes out, statistics and gradients are float32."""
     exact = BACKBONES[name](3, image_size=32, **options)
     rough = in_precision(exact, "bfloat16")
-    variables, inputs = exact.init(jax.random.key(0)), draw(2, 32, 32, 3)
+    variables, inputs = jax.jit(exact.init)(jax.random.key(0)), draw(2, 32, 32, 3)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(backbone, params):
@@ -422,9 +422,10 @@ def test_lenet5_sizes():
 
 def test_init_looks_only_at_the_shape_of_inputs():
     backbone, _, _ = net()
-    one, other = backbone.init(jax.random.key(3)), backbone.init(jax.random.key(3), images())
+    init = jax.jit(backbone.init)
+    one, other = init(jax.random.key(3)), init(jax.random.key(3), images())
     jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert (one.params["conv1"]["kernel"] != backbone.init(jax.random.key(4)).params["conv1"]["kernel"]).any()
+    assert (one.params["conv1"]["kernel"] != init(jax.random.key(4)).params["conv1"]["kernel"]).any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -22,11 +22,12 @@ BACKBONE = tiny_backbone()
 GROUPS = BACKBONE.groups
 ORDER = np.array([1, 2, 3, 0])  # a cycle: not its own inverse
 ORDERS = {"conv": jnp.asarray(ORDER)}
+SHAPES = jax.eval_shape(BACKBONE.init, jax.random.key(0))
 
 
 def random_model(seed=0):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), BACKBONE.init(jax.random.key(0)))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), SHAPES)
 
 
 def moved(params):

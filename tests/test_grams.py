@@ -274,7 +274,7 @@ def test_layers_that_read_the_same_share_one_gram():
 def test_statistics_of_a_model_are_those_of_all_its_passes(monkeypatch):
     """In every form, several batches and padding: the same as of one batch."""
     backbone = tiny_backbone()
-    model = backbone.init(jax.random.key(0))
+    model = jax.jit(backbone.init)(jax.random.key(0))
     images = np.full((9, 6, 6, 2), np.nan, np.float32)
     mask = np.arange(9) < 7
     images[mask] = np.random.default_rng(0).normal(size=(7, 6, 6, 2))

@@ -178,7 +178,7 @@ def test_the_last_pass_covers_every_example_once(options, rows):
     """5 examples in batches of 2 among 9 places of padding, by a model that does not move."""
     federation = tiny_federation([[5]], padding=4, fill=np.nan)
     examples = jax.tree.map(lambda x: x[0, 0], federation.clients)
-    topology, start = Topology(1, 1, batch_size=2, **options), BACKBONE.init(KEY)
+    topology, start = Topology(1, 1, batch_size=2, **options), jax.jit(BACKBONE.init)(KEY)
     algorithm, rules = fedavg(FedAvgHparams(client_lr=0.0)), (mean(), hfedatm(gram_at="training"))
 
     @jax.jit

@@ -203,7 +203,7 @@ def test_features_are_as_wide_as_the_paper_has_them():
 def test_a_step_of_the_discriminator_does_not_move_the_translator_and_every_fifth_is_followed_by_one():
     nets, latents = networks(), latents_of()
     heads = several(plain_head(np.eye(4)[:, :2]))
-    start = nets.init(KEY)
+    start = jax.jit(nets.init)(KEY)
     play = jax.jit(
         lambda players, first, steps: translation.play(
             players, nets, heads, jnp.ones(1), latents, translation.TranslationWeights(), 1e-3, first, steps, KEY
@@ -268,7 +268,7 @@ def test_a_translator_learns_to_move_features_between_domains():
     play = jax.jit(
         lambda players: translation.play(players, nets, heads, jnp.ones(1), latents, weights, 1e-3, 0, 4000, KEY)
     )
-    start = nets.init(KEY)
+    start = jax.jit(nets.init)(KEY)
     before, after = (
         translation.quality(players, nets, heads, jnp.ones(1), latents, KEY) for players in (start, play(start))
     )
@@ -524,7 +524,7 @@ def examples_from(inputs, mask=None):
 
 
 def omega_of(inputs, mask=None, **options):
-    variables = LINEAR.init(KEY)
+    variables = fresh(LINEAR)
     rule = importance(**options)
     found = rule.measure(LINEAR, variables, variables, examples_from(inputs, mask), KEY, None)
     return variables.params, found
@@ -584,7 +584,7 @@ def test_importances_in_units_of_their_mean(scale, expected):
 
 
 def test_twice_the_logits_have_four_times_the_importance():
-    variables = LINEAR.init(KEY)
+    variables = fresh(LINEAR)
     doubled = variables._replace(
         params={**variables.params, "head": {"kernel": 2 * variables.params["head"]["kernel"]}}
     )

@@ -31,7 +31,7 @@ def test_merging_example_runs():
     """With a small network in place of ResNet-18, and drawn weights in place of files."""
     library = SimpleNamespace(
         backbones=SimpleNamespace(resnet18=lambda num_classes: fdg.backbones.lenet5(num_classes)),
-        weights=SimpleNamespace(load=lambda backbone, path: backbone.init(jax.random.key(len(path)))),
+        weights=SimpleNamespace(load=lambda backbone, path: jax.jit(backbone.init)(jax.random.key(len(path)))),
     )
     names = {"fdg": library, "images": jax.random.normal(jax.random.key(0), (2, 3, 32, 32, 3))}
     exec(PYTHON[2], names)

@@ -353,7 +353,7 @@ def client(padding=0, fill=0.0):
     examples = jax.tree.map(lambda x: x[0, 0], federation.clients)
     backbone = tiny_backbone()
     rng = np.random.default_rng(4)
-    variables = backbone.init(jax.random.key(1))
+    variables = jax.jit(backbone.init)(jax.random.key(1))
     variables = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), variables)
     return backbone, variables, examples
 

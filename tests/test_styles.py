@@ -361,7 +361,7 @@ def test_uint8_images_are_exchanged_as_shares_of_white_and_stay_uint8(amplitude,
     pixels = np.full((2, 6, 6, 2), 51, np.uint8)
     pixels[1] = 200
     batch = Examples(jnp.asarray(pixels), jnp.array([0, 1]), jnp.ones(2, bool), jnp.zeros(2, jnp.int32))
-    variables = backbone.init(KEY)
+    variables = jax.jit(backbone.init)(KEY)
     bank = bank_with(np.full((2, 1, 1, 2), amplitude, np.float32), (0, 1))
     for given in (bank, bank._replace(valid=jnp.zeros(2, bool))):
         programs(full, SGD, backbone)[0](ELCFSHparams(LR), received_of(given, variables), batch, KEY)
