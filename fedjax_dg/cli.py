@@ -22,7 +22,7 @@ from rich.text import Text
 
 from fedjax_dg import datasets, estimate, sharding, stream
 from fedjax_dg.aggregators import AGGREGATORS
-from fedjax_dg.backbones import BACKBONES
+from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
 from fedjax_dg.config import (
     RunConfig,
     build_aggregator,
@@ -128,7 +128,8 @@ def run_command(options: RunOptions, console: Console) -> int:
     if not sharding.is_first():
         console.quiet = True
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
-    grid = resolve(config, devices, options.workers)
+    with _Counter(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
+        grid = resolve(config, devices, options.workers, report)
     for notice in grid.notices:
         console.print(notice, highlight=False)
     rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
@@ -335,10 +336,11 @@ def prepare_data(options: DataPrepare, console: Console) -> int:
 class _Counter:
     """Context: a bar on a terminal, some lines elsewhere; gives a ``report`` of how many of how many are done."""
 
-    def __init__(self, console: Console, what: str, quiet: bool = False):
+    def __init__(self, console: Console, what: str, quiet: bool = False, unit: str = "images"):
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         self.bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
-        self.console, self.what, self.lines, self.printed = console, what, not quiet and not console.is_terminal, 0
+        self.console, self.what, self.unit, self.printed = console, what, unit, 0
+        self.lines = not quiet and not console.is_terminal
 
     def __enter__(self):
         self.bar.start()
@@ -353,7 +355,7 @@ class _Counter:
         tenth = 10 * done // max(total, 1)
         if self.lines and tenth > self.printed:
             self.printed = tenth
-            self.console.print(f"{self.what}: {done:,} of {total:,} images", highlight=False)
+            self.console.print(f"{self.what}: {done:,} of {total:,} {self.unit}", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -371,6 +373,8 @@ class TrafficOptions:
     """Source domains."""
     image_size: int | None = None
     """One side of the images; by default the backbone's own."""
+    regmean_scope: str | None = None
+    """Dense layers that HFedATM merges by RegMean: head, all_dense, none; by default head for texts, else all_dense."""
     stations: int = 1
     clients_per_station: int = 3
     station_rounds: int = 1
@@ -397,11 +401,11 @@ def _traffic_command(console: Console):
 def traffic_of_options(options: TrafficOptions) -> Traffic:
     """``traffic.traffic_of`` for names. Raises ``ValueError`` for what does not fit."""
     shared = ("algorithm", "aggregator", "backbone", "stations", "clients_per_station", "station_rounds", "rounds")
-    config = check(
-        RunConfig(
-            **{name: getattr(options, name) for name in shared}, settings=parse_settings(options.set), eval_every=1
-        )
-    )
+    shared += ("regmean_scope",)
+    texts = options.backbone in TEXT_BACKBONES
+    dataset = next(iter(datasets.texts.LOADERS)) if texts else RunConfig.dataset
+    given = {name: getattr(options, name) for name in shared}
+    config = check(RunConfig(dataset=dataset, **given, settings=parse_settings(options.set), eval_every=1))
     if len(names(config.aggregator)) > 1:
         raise ValueError(f"aggregator={config.aggregator!r} names several server rules: give one.")
     if options.station_aggregator not in AGGREGATORS:
@@ -409,10 +413,14 @@ def traffic_of_options(options: TrafficOptions) -> Traffic:
     for name in ("num_classes", "num_domains"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} is not positive: give 1 or more.")
+    if texts and options.image_size is not None:
+        raise ValueError(f"image_size={options.image_size} is given, but {options.backbone} takes texts: leave it out.")
     size = {} if options.image_size is None else {"image_size": options.image_size}
+    factory: Any = (TEXT_BACKBONES if texts else BACKBONES)[config.backbone]
+    backbone = factory(options.num_classes, **size)
     sizes = {"num_domains": options.num_domains, "num_sources": options.num_domains}
     return traffic_of(
-        BACKBONES[config.backbone](options.num_classes, **size),
+        backbone,
         build_algorithm(config, **sizes),
         topology(config),
         options.rounds,

@@ -13,8 +13,10 @@ from typing import Any
 
 from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
+from fedjax_dg.aggregators.grams import SCOPES
 from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, augmenting, keep_batch_stats, keep_optimizer
-from fedjax_dg.backbones import BACKBONES, PRECISIONS, Backbone, in_precision
+from fedjax_dg.backbones import BACKBONES, PRECISIONS, TEXT_BACKBONES, Backbone, in_precision, read_config
+from fedjax_dg.datasets.tokenizing import files_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
 from fedjax_dg.federation import check_setting, check_topology
@@ -44,7 +46,13 @@ class RunConfig:
     max_length: int | None = None
     """Tokens of a text, special ones too; longer texts are cut; None = 128."""
     backbone: str = "lenet5"
-    """Network."""
+    """Network; those for texts have the sizes that config.json says in the folder of `pretrained`, if there is one."""
+    dropout: float | None = None
+    """Dropout of all layers of a network for texts; None = its own, mostly 0.1."""
+    freeze_encoder: bool = False
+    """Train only the classifier of a pretrained network for texts; the encoder reads every text once, before round 1."""
+    remat: bool = False
+    """Compute inside the layers of a network for texts anew in the backward pass: less memory, a third more time."""
     norm: str | None = None
     """Norm after its convolutions, where it can have several: batch, group; None = its own."""
     freeze_bn: bool = False
@@ -52,7 +60,7 @@ class RunConfig:
     bn_pool: str = "naive"
     """Merging batch statistics: naive (mean of variances), exact (of the mixture), local (a client keeps its own)."""
     pretrained: str | None = None
-    """File of weights to start from: .pth, .safetensors (torchvision's or timm's names) or .npz, or a folder."""
+    """Weights to start from: a file .pth, .safetensors (torchvision's or timm's names) or .npz, or a model's folder."""
     precision: str = "float32"
     """What layers compute in: float32, bfloat16; parameters, Grams and solves stay float32."""
     algorithm: str = "fedavg"
@@ -107,6 +115,8 @@ class RunConfig:
     """Rule of the stations; a hyper-parameter that it shares with a server rule is the same for both."""
     station_weighting: str = "samples"
     """Weights of clients at their station: samples, clients, uniform."""
+    regmean_scope: str | None = None
+    """Dense layers that HFedATM merges by RegMean: head, all_dense, none; None = head for texts, all_dense for images."""
     server_weighting: str = "clients"
     """Weights of stations at the server, for every server rule: samples, clients (the paper's gamma), uniform."""
     seeds: int = 3
@@ -165,7 +175,7 @@ def check(config: RunConfig) -> RunConfig:
     """The configuration with its hyper-parameters typed. Raises ``ValueError``, one sentence, for anything wrong."""
     for kind, given, allowed in (
         ("data set", config.dataset, datasets.DATASETS),
-        ("backbone", config.backbone, BACKBONES),
+        ("backbone", config.backbone, (*BACKBONES, *TEXT_BACKBONES)),
         ("precision", config.precision, PRECISIONS),
         ("algorithm", config.algorithm, ALGORITHMS),
         ("station aggregator", config.station_aggregator, AGGREGATORS),
@@ -175,6 +185,7 @@ def check(config: RunConfig) -> RunConfig:
         ("server weighting", config.server_weighting, WEIGHTINGS),
         ("bn_pool", config.bn_pool, (*BN_POOLS, "local")),
         ("stream", config.stream, ("auto", "on", "off")),
+        ("regmean_scope", config.regmean_scope or "head", (*SCOPES, "none")),
         ("split", config.split or "random", SPLITS),
     ):
         if given not in allowed:
@@ -200,6 +211,7 @@ def check(config: RunConfig) -> RunConfig:
         raise ValueError(
             f"max_length={config.max_length} is not positive: give the most tokens of a text, such as 128."
         )
+    check_texts(config)
     if config.validation_fraction is not None:
         check_fraction(config.validation_fraction)
     preset = check_setting(config.setting, None if config.sources is None else names(config.sources), config.domain_mix)
@@ -212,6 +224,40 @@ def check(config: RunConfig) -> RunConfig:
             f"give rounds={-(-config.rounds // config.eval_every) * config.eval_every} or another eval_every."
         )
     return config
+
+
+def check_texts(config: RunConfig) -> None:
+    """``ValueError`` where data set, network and options are not all for texts, or all for images."""
+    texts = config.dataset in datasets.texts.LOADERS
+    fitting = TEXT_BACKBONES if texts else BACKBONES
+    if config.backbone not in fitting:
+        raise ValueError(
+            f"{config.dataset} holds {'texts' if texts else 'images'}, which {config.backbone} does not take: choose one of "
+            f"{', '.join(fitting)} with --backbone."
+        )
+    for name in ("image_size", "augment") if texts else ("dropout", "freeze_encoder", "remat"):
+        value = getattr(config, name)
+        if value not in (None, False, "none"):
+            kind = "images" if texts else "texts"
+            raise ValueError(
+                f"{name}={value} is given, which is for {kind}, but {config.dataset} holds none: leave it out."
+            )
+    if config.freeze_encoder and config.pretrained is None:
+        raise ValueError(
+            "freeze_encoder is given without pretrained weights, so nothing would be learnt from the texts: name a model's "
+            "folder with --pretrained."
+        )
+    takers = [name for name in (*names(config.aggregator), config.station_aggregator) if name in _with("regmean_scope")]
+    if config.regmean_scope is not None and not takers:
+        raise ValueError(
+            f"regmean_scope={config.regmean_scope} is given, but {config.aggregator} and {config.station_aggregator} have no "
+            f"RegMean: leave it out, or choose {' or '.join(_with('regmean_scope'))}."
+        )
+
+
+def _with(option: str) -> list[str]:
+    """The aggregators that have an option."""
+    return [name for name, rule in AGGREGATORS.items() if option in inspect.signature(rule).parameters]
 
 
 def check_number(name: str, value: int | float) -> None:
@@ -229,6 +275,7 @@ def check_number(name: str, value: int | float) -> None:
 def typed_settings(config: RunConfig) -> dict[str, Any]:
     """``config.settings`` with each value of its default's type."""
     reserved = {"client_lr": "--client-lr", "weighting": "--server-weighting", "bn_pool": "--bn-pool"}
+    reserved["regmean_scope"] = "--regmean-scope"
     defaults = algorithm_options(config.algorithm)
     for name in (*names(config.aggregator), config.station_aggregator):
         defaults |= aggregator_options(name)
@@ -273,7 +320,7 @@ def algorithm_options(name: str) -> dict[str, Any]:
 def aggregator_options(name: str) -> dict[str, Any]:
     """What ``--set`` can change of an aggregator, with defaults."""
     parameters = inspect.signature(AGGREGATORS[name]).parameters
-    return {k: p.default for k, p in parameters.items() if k not in ("weighting", "bn_pool")}
+    return {k: p.default for k, p in parameters.items() if k not in ("weighting", "bn_pool", "regmean_scope")}
 
 
 def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, int], channels: int = 3) -> Backbone:
@@ -300,6 +347,37 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
             )
         given["channels"] = channels
     backbone = factory(num_classes, image_size=image_size, **given)
+    return in_precision(backbone, config.precision)
+
+
+def build_text_backbone(config: RunConfig, num_classes: int, max_length: int, vocab_size: int) -> Backbone:
+    """The network a configuration names, for texts of at most ``max_length`` tokens whose ids are below ``vocab_size``.
+
+    Its sizes are those of the ``config.json`` in the folder of ``pretrained``; without such a folder the name's own, with
+    an embedding for ``vocab_size`` tokens. ``ValueError`` for options and weights that do not fit.
+    """
+    factory: Callable = TEXT_BACKBONES[config.backbone]
+    sizes = inspect.signature(factory).parameters["config"].default
+    given = None if config.pretrained is None else Path(config.pretrained)
+    if given is not None and given.is_dir():
+        sizes = read_config(given, sizes.model_type)
+        if not files_of(given):
+            raise ValueError(
+                f"The folder {given} holds weights but no tokenizer, so it is not known which tokens its ids are: add its "
+                "tokenizer.json, vocab.json and merges.txt, or vocab.txt."
+            )
+    elif given is not None and given.suffix != ".npz":
+        raise ValueError(
+            f"pretrained={config.pretrained} is a file, but texts are cut into tokens as the model's own tokenizer does it: "
+            "give the folder with config.json, the tokenizer and the weights."
+        )
+    else:
+        sizes = sizes._replace(vocab_size=vocab_size)
+    for name in ("norm", "freeze_bn"):
+        if getattr(config, name):
+            raise ValueError(f"{name} is given, but {config.backbone} has no such option: leave it out.")
+    options = {name: getattr(config, name) for name in ("dropout", "freeze_encoder", "remat")}
+    backbone = factory(num_classes, config=sizes, max_length=max_length, **options)
     return in_precision(backbone, config.precision)
 
 
@@ -331,6 +409,8 @@ def build_station_aggregator(config: RunConfig) -> Aggregator:
 
 def _build_rule(config: RunConfig, name: str, weighting: str) -> Aggregator:
     given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)}
+    if name in _with("regmean_scope"):
+        given["regmean_scope"] = config.regmean_scope
     return AGGREGATORS[name](**given, weighting=weighting, bn_pool=pooling(config))
 
 

@@ -16,28 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from fedjax_dg import datasets, sharding, splits, stream, weights
+from fedjax_dg import datasets, encoding, sharding, splits, stream, weights
 from fedjax_dg.alignment.groups import from_leaves
-from fedjax_dg.backbones import Backbone
+from fedjax_dg.backbones import Backbone, on_encoded
 from fedjax_dg.config import (
     RunConfig,
     build_aggregator,
     build_algorithm,
     build_backbone,
     build_station_aggregator,
+    build_text_backbone,
     names,
     topology,
 )
-from fedjax_dg.datasets import Domains, tokenizing
+from fedjax_dg.datasets import Domains, kept, tokenizing
 from fedjax_dg.datasets.images import resize
 from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
-from fedjax_dg.estimate import fits
+from fedjax_dg.estimate import fits, num_bytes
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Deal, Federation, deal, place, validation_share
 from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
-from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, run_blocks
+from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, message_shapes, run_blocks
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
 
@@ -53,13 +54,14 @@ class Grid(NamedTuple):
     """All that a configuration resolves to before anything is trained."""
 
     config: RunConfig
-    domains: Domains
+    domains: Domains  # of a frozen encoder: what it made of the texts
+    backbone: Backbone
     federations: Federations
     cells: list[Cell]
     splits: dict[str, Any]  # of each seed: which examples are for validation
     mesh: sharding.Mesh | None = None  # what each round spreads over; None: one device
     pretrained: Variables | None = None  # what every cell starts from; without a head that does not fit
-    notices: tuple[str, ...] = ()  # about it, and about the data
+    notices: tuple[str, ...] = ()  # about it, the data and the rules
     workers: int = 0  # processes that decode images; 0 = threads
 
 
@@ -108,10 +110,16 @@ def load_data(config: RunConfig) -> Domains:
     return domains._replace(inputs=resize(domains.inputs, config.image_size))
 
 
-def resolve(config: RunConfig, devices: Sequence[Any] | None = None, workers: int = 0) -> Grid:
+def resolve(
+    config: RunConfig,
+    devices: Sequence[Any] | None = None,
+    workers: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Grid:
     """Load the data, deal out every federation among the ``devices`` (by default the first), list the cells.
 
-    Raises ``ValueError`` for what does not fit.
+    A frozen encoder reads all texts here and ``report(done, total)`` is told of it. Raises ``ValueError`` for what does not
+    fit.
     """
     domains = load_data(config)
     if config.held_out != "all" and config.held_out not in domains.domain_names:
@@ -147,25 +155,72 @@ def resolve(config: RunConfig, devices: Sequence[Any] | None = None, workers: in
         for seed in range(config.seeds)
         for rule in names(config.aggregator)
     ]
+    fraction = validation_share(config.setting, config.validation_fraction)
+    sides = {str(seed): splits.draw(domains, config.split, fraction, seed) for seed in range(config.seeds)}
+    told = {seed: splits.describe(domains, side) for seed, side in sides.items()}
+    start = start_of(config, domains, report)
+    domains = start.domains
     streamed = config.stream == "on"
     if config.stream == "auto":
         streamed = not all(fits(domains.inputs, dealt, mesh) for dealt in deals.values())
     federations = Federations(domains, deals, mesh, streamed, workers)
-    fraction = validation_share(config.setting, config.validation_fraction)
-    sides = {str(seed): splits.draw(domains, config.split, fraction, seed) for seed in range(config.seeds)}
-    told = {seed: splits.describe(domains, side) for seed, side in sides.items()}
+    return Grid(
+        config, domains, start.backbone, federations, cells, told, mesh, start.pretrained, start.notices, workers
+    )
+
+
+class Start(NamedTuple):
+    """The network, what it reads and what it starts from."""
+
+    domains: Domains
+    backbone: Backbone
+    pretrained: Variables | None
+    notices: tuple[str, ...]
+
+
+def start_of(config: RunConfig, domains: Domains, report: Callable[[int, int], None]) -> Start:
+    """The configuration's network for a data set, and pretrained weights; a frozen encoder has read all texts already."""
+    classes, shape = len(domains.class_names), domains.inputs.shape[1:]
     notices = () if domains.notice is None else (domains.notice,)
-    grid = Grid(config, domains, federations, cells, told, mesh, notices=notices, workers=workers)
+    if domains.vocab_size is None:
+        backbone = build_backbone(config, classes, shape[:2], shape[2])
+    else:
+        backbone = build_text_backbone(config, classes, shape[0], domains.vocab_size)
+        notices += text_notices(config, backbone)
     if config.pretrained is None:
-        return grid
-    leaves, notice = weights.find_leaves(backbone_of(grid), config.pretrained)
-    return grid._replace(pretrained=from_leaves(leaves), notices=(*notices, *([notice] if notice else [])))
+        return Start(domains, backbone, None, notices)
+    leaves, notice = weights.find_leaves(backbone, config.pretrained)
+    notices += () if notice is None else (notice,)
+    if config.freeze_encoder:
+        states, failed = encoding.encoded(backbone, from_leaves(leaves), domains.inputs, kept.folder("encoded"), report)
+        notices += () if failed is None else (failed,)
+        domains, backbone = domains._replace(inputs=states), on_encoded(backbone)
+        leaves = {leaf: x for leaf, x in leaves.items() if not leaf.startswith("params/encoder/")}
+    return Start(domains, backbone, from_leaves(leaves) if leaves else None, notices)
 
 
-def backbone_of(grid: Grid) -> Backbone:
-    """The configuration's network for the data set's classes and the shape of its images."""
-    _, height, width, channels = grid.domains.inputs.shape
-    return build_backbone(grid.config, len(grid.domains.class_names), (height, width), channels)
+def text_notices(config: RunConfig, backbone: Backbone) -> tuple[str, ...]:
+    """What a user should know of a network for texts: whose sizes it has, and what HFedATM does to it."""
+    sizes = backbone.module.config
+    told = ()
+    if config.pretrained is not None:
+        told += (
+            f"{config.backbone} with the sizes of {config.pretrained}: model_type {sizes.model_type}, "
+            f"{sizes.num_hidden_layers} layers of width {sizes.hidden_size}, {sizes.vocab_size:,} tokens.",
+        )
+    rules = {name: build_aggregator(config, name) for name in names(config.aggregator)}
+    if aligning := [name for name, rule in rules.items() if rule.align is not None]:
+        told += (
+            f"{' and '.join(aligning)}: {config.backbone} has no convolutions, so there is nothing for FOT to align.",
+        )
+    for name, rule in rules.items():
+        if name in ("hfedatm", "hfedatm_literal") and (grams := message_shapes(backbone, rule)):
+            every = "all dense layers" if len(grams) > len(backbone.drawn) else f"the layers {' and '.join(grams)}"
+            told += (
+                f"{name}: RegMean merges {every}; {len(grams)} Grams of {num_bytes(grams) / 2**20:.1f} MiB in all go up "
+                "from a client, the other layers are averaged.",
+            )
+    return told
 
 
 def sizes_of(grid: Grid) -> dict[str, int]:
@@ -179,7 +234,7 @@ def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
     config = grid.config
     to_server, to_station = build_aggregator(config, aggregator), build_station_aggregator(config)
-    backbone, algorithm = backbone_of(grid), build_algorithm(config, **sizes_of(grid))
+    backbone, algorithm = grid.backbone, build_algorithm(config, **sizes_of(grid))
     if (augment := AUGMENTS[config.augment]) is not None:  # raises now what it would raise while the round is traced
         inputs = grid.domains.inputs
         jax.eval_shape(augment, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype), jax.random.key(0))

@@ -190,16 +190,18 @@ def train(
     optimizer, tally = algorithm.begin(backbone, received, client)
     num_steps, size = batches.valid.shape
     slots = min(num_steps, -(-examples.mask.shape[0] // size))  # steps of a pass
-    watched = any(rule.watches for rule in rules)
+    watching = [rule.watches for rule in rules if rule.watches is not None]
+    watched = bool(watching)
 
     def move(local, number, index, valid):
         batch = take_batch(examples, index, valid)
         moved, metrics = algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
         if not watched:
             return moved._replace(seen=()), metrics, ()
-        firsts = dict.fromkeys(first_readers(moved.seen).values()) if moved.seen else ()
+        seen = {layer: x for layer, x in dict(moved.seen).items() if any(w(backbone, layer) for w in watching)}
+        firsts = dict.fromkeys(first_readers(seen).values())
         rows = backbone.real_rows(batch.inputs, valid)
-        return moved._replace(seen=()), metrics, Seen({layer: moved.seen[layer] for layer in firsts}, rows)
+        return moved._replace(seen=()), metrics, Seen({layer: seen[layer] for layer in firsts}, rows)
 
     def step(carried, inputs):
         (local, kept), (place, number, index, valid, passes, final) = carried, inputs

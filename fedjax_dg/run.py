@@ -241,15 +241,21 @@ def check_epochs(algorithm: Algorithm, topology: Topology) -> None:
 def check_rule(backbone: Backbone, rule: Aggregator) -> None:
     """Let a rule look at the shapes of a network, so that it raises now what it would raise while the round is traced."""
 
+    message_shapes(backbone, rule)
+
+
+def message_shapes(backbone: Backbone, rule: Aggregator) -> PyTree:
+    """Shapes of what a client measures for a rule."""
+
     def once(variables, inputs):
         mask, labels = jnp.ones(1, bool), jnp.zeros(1, jnp.int32)
         examples = Examples(inputs, labels, mask, labels)
         rows = backbone.real_rows(inputs, mask)
-        seen = Seen(backbone.dense_inputs(variables, inputs), rows) if rule.watches else None
+        seen = Seen(backbone.dense_inputs(variables, inputs), rows) if rule.watches is not None else None
         return rule.measure(backbone, variables, variables, examples, jax.random.key(0), seen)
 
     variables = jax.eval_shape(backbone.init, jax.random.key(0))
-    jax.eval_shape(once, variables, jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32))
+    return jax.eval_shape(once, variables, jax.ShapeDtypeStruct((1, *backbone.input_shape), jnp.float32))
 
 
 def check_fit(round_fn: Round, federation: Federation) -> None:

@@ -119,10 +119,13 @@ def domainbed_holdout(
 
 
 def digest(domains: Domains, validation: Chosen) -> str:
-    """SHA-256 of which example is on which side: of files by their names, of other examples by row, domain and label."""
+    """SHA-256 of which example is on which side: of files by their names, of others by row, domain, label, and of texts by
+    their tokens."""
     whole = hashlib.sha256()
     for row, side in enumerate(validation):
         name = f"{row}/{domains.domain[row]}/{domains.labels[row]}" if domains.files is None else domains.files[row]
+        if domains.vocab_size is not None:
+            name += f"/{hashlib.sha256(np.ascontiguousarray(domains.inputs[row]).data).hexdigest()}"
         whole.update(f"{name}\t{int(side)}\n".encode("utf-8", "surrogateescape"))
     return whole.hexdigest()
 

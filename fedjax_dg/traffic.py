@@ -106,7 +106,7 @@ def messages(
 
         def measured(rule):
             rows = backbone.real_rows(inputs, examples.mask)
-            seen = Seen(backbone.dense_inputs(start.variables, inputs), rows) if rule.watches else None
+            seen = Seen(backbone.dense_inputs(start.variables, inputs), rows) if rule.watches is not None else None
             return rule.measure(backbone, start.variables, start.variables, examples, key, seen)
 
         return Sent(surveyed, reported, *map(measured, rules))

@@ -228,8 +228,9 @@ class Aggregator(NamedTuple):
     #: model, or with its station's merged one (``at_station``). ``start``: the tier's model before, as in ``merge``.
     #: ``seen`` is None unless the rule ``watches``.
     measure: Callable[..., PyTree] = _no_message
-    #: ``measure`` wants ``Seen``, from training: the algorithm's steps must show it (``Local.seen``).
-    watches: bool = False
+    #: (backbone, layer) -> whether ``measure`` wants what this dense layer read in training; None: of none. The algorithm's
+    #: steps must show it (``Local.seen``).
+    watches: Callable[[Any, str], bool] | None = None
     #: (messages [C], weights [C]) -> message: a station's message from those of its clients.
     combine: Callable[..., PyTree] = _sum_messages
     #: (backbone, target, models [n], messages [n]) -> (models, messages, orders, info): models, each by itself, into the

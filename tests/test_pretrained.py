@@ -9,7 +9,7 @@ from fedjax_dg import weights
 from fedjax_dg.algorithms import fedsr
 from fedjax_dg.backbones import lenet5
 from fedjax_dg.config import RunConfig, build_backbone
-from fedjax_dg.experiment import backbone_of, resolve, round_of
+from fedjax_dg.experiment import resolve, round_of
 from fedjax_dg.run import make_round
 from fedjax_dg.types import Topology
 
@@ -74,7 +74,7 @@ def test_batch_statistics_are_part_of_the_start():
 )
 def test_the_network_is_built_for_the_data(options, shape):
     grid = resolve(RunConfig(seeds=1, **options))
-    backbone = backbone_of(grid)
+    backbone = grid.backbone
     assert (backbone.input_shape, backbone.num_classes) == (shape, 6)
 
 

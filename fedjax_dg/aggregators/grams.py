@@ -15,6 +15,7 @@ from fedjax_dg.types import Examples
 
 GRAMS = ("sum", "mean")
 OVERSIZE = ("block", "channel", "lowrank", "diag")
+SCOPES = ("head", "all_dense")
 
 
 class Gram(NamedTuple):
@@ -126,6 +127,12 @@ def form_of(layer: str, width: int, backbone, form: GramForm) -> tuple[str, int]
     return form.oversize, positions
 
 
+def in_scope(backbone, layer: str, scope: str | None) -> bool:
+    """Whether RegMean merges a dense layer: ``all_dense``, or in ``head`` those of the classifier, which is what published
+    weights may lack; None: the network's own scope."""
+    return (scope or backbone.regmean_scope) == "all_dense" or layer.split("/")[0] in backbone.drawn
+
+
 def statistics_of(
     backbone, seen: dict[str, Float[Array, "B *t d"]], mask: Bool[Array, "B *s"], form: GramForm = GramForm()
 ) -> dict[str, Any]:
@@ -136,12 +143,15 @@ def statistics_of(
     }
 
 
-def measure_grams(backbone, variables, examples: Examples, form: GramForm = GramForm()) -> dict[str, Any]:
-    """One evaluation-mode pass of a model over a client's examples: statistics of every dense layer's input."""
+def measure_grams(
+    backbone, variables, examples: Examples, form: GramForm = GramForm(), scope: str | None = "all_dense"
+) -> dict[str, Any]:
+    """One evaluation-mode pass of a model over a client's examples: statistics of what every dense layer in scope reads."""
 
     def of_batch(batch):
         rows = backbone.real_rows(batch.inputs, batch.mask)
-        return statistics_of(backbone, backbone.dense_inputs(variables, batch.inputs), rows, form)
+        seen = backbone.dense_inputs(variables, batch.inputs)
+        return statistics_of(backbone, {k: x for k, x in seen.items() if in_scope(backbone, k, scope)}, rows, form)
 
     return sum_over_batches(of_batch, examples, add_all)
 

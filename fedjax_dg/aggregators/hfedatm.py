@@ -10,8 +10,10 @@ from fedjax_dg import tree
 from fedjax_dg.aggregators.grams import (
     GRAMS,
     OVERSIZE,
+    SCOPES,
     GramForm,
     add_grams,
+    in_scope,
     measure_grams,
     per_row,
     statistics_of,
@@ -33,6 +35,7 @@ def hfedatm(
     epsilon: ArrayLike = 0.05,
     fot: bool = True,
     regmean: bool = True,
+    regmean_scope: str | None = None,
     matching: str = "sequential",
     propagate: bool = True,
     cost: str = "squared",
@@ -58,7 +61,11 @@ def hfedatm(
 
     ``alpha`` is the shrinkage of the Grams, ``ridge`` the pull towards the mean, ``epsilon`` Sinkhorn's regularisation in
     standard deviations of the cost; all three are traced. ``fot=False`` or ``regmean=False`` leaves a part out (both: a
-    weighted mean). ``matching``, ``propagate``, ``cost``, ``assignment``, ``soft``, ``align_dense``: see ``align``.
+    weighted mean). ``regmean_scope``: which dense layers RegMean merges: ``head``, those of the classifier; ``all_dense``;
+    ``none``; None leaves it to the network, of texts ``head`` (a Gram for every layer of RoBERTa-base is 513 MiB a client),
+    of images ``all_dense``. All other leaves, embeddings and norms among them, are averaged. Networks without convolutions
+    have nothing that FOT could align.
+    ``matching``, ``propagate``, ``cost``, ``assignment``, ``soft``, ``align_dense``: see ``align``.
     ``reference``: ``previous_global`` (keeps the coordinates of the server, so states shaped like parameters stay valid) or
     ``first`` (the paper's station 1). ``bias``: see ``regmean``. ``bn_pool``: see ``mean.pool``.
 
@@ -68,8 +75,8 @@ def hfedatm(
     the station's merged model (the authors' release). Layers with more than ``max_gram`` inputs take the ``oversize``
     form: ``block``, ``channel``, ``lowrank`` (of that ``rank``) or ``diag`` (``grams.statistics``).
 
-    Upload of a client besides its model, with ``regmean``: per dense layer of width d, d^2 + d + 1 floats, less in an
-    oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
+    Upload of a client besides its model, with ``regmean``: per dense layer in scope, of width d, d^2 + d + 1 floats, less in
+    an oversize form (LeNet-5: 182,063 floats; no example leaves); ``bytes`` says it.
     Info: ``fot``: per group ``identity_fraction``, ``cost_before``, ``cost_after`` [e]; ``outputs_moved`` [e]: the largest
     change of a logit by alignment on random inputs, over the largest logit; ``regmean``: per dense layer ``residual``,
     ``condition``, ``fallback``, ``raised`` (see ``regmean``) and the ``bytes`` that a client uploads for it.
@@ -80,6 +87,7 @@ def hfedatm(
     Source: HFedATM (CVPR 2026), https://arxiv.org/abs/2508.05135.
     """
     for kind, given, allowed in (
+        ("regmean_scope", regmean_scope or SCOPES[0], (*SCOPES, "none")),
         ("reference", reference, REFERENCES),
         ("gram", gram, GRAMS),
         ("gram_at", gram_at, GRAM_PLACES),
@@ -94,8 +102,12 @@ def hfedatm(
             raise unknown(kind, given, allowed)
     matched = Matching(epsilon, matching, cost, assignment, soft, propagate, align_dense)
     form = GramForm(max_gram, oversize, rank)
+    regmean = regmean and regmean_scope != "none"
+    merges = lambda backbone, layer: in_scope(backbone, layer, regmean_scope)
 
     def align(backbone, target, models, grams):
+        if not backbone.groups:
+            return models, grams, {}, {"fot": {}, "outputs_moved": jnp.zeros(jax.tree.leaves(models)[0].shape[0])}
         aligned = align_all(models, target, backbone.groups, grams or None, matched)
         moved = outputs_moved(backbone, models, aligned.variables)
         info = {"fot": aligned.info, "outputs_moved": moved}
@@ -123,14 +135,17 @@ def hfedatm(
 
     def measure(backbone, start, variables, examples, key, seen):
         if gram_at == "training":
-            return finish(statistics_of(backbone, seen.inputs, seen.mask, form))
-        return finish(measure_grams(backbone, variables, examples, form))
+            mine = {
+                layer: x for layer, x in seen.inputs.items() if merges(backbone, layer)
+            }  # another rule may watch too
+            return finish(statistics_of(backbone, mine, seen.mask, form))
+        return finish(measure_grams(backbone, variables, examples, form, regmean_scope))
 
     return rule._replace(
         measure=measure,
         combine=add_grams,
         at_station=gram_at == "station",
-        watches=gram_at == "training",
+        watches=merges if gram_at == "training" else None,
         discloses=(
             Disclosure(
                 "Gram matrix of what every dense layer reads, and its sum", "station; its station's sum: server"

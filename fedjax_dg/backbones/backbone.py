@@ -56,6 +56,7 @@ class Backbone:
     are the layers they may lack, which are then drawn anew (the head among them; ``top(z)`` of the module makes them all).
     ``starts`` says what a leaf starts as where given weights lack it: a copy of another leaf, by name, or a number.
     ``frozen`` are the first names of parameters that no loss reaches: merging measures nothing of them.
+    ``regmean_scope``: which dense layers RegMean merges if it is not told: ``all_dense``, or those of the ``head``.
     """
 
     module: Any
@@ -69,6 +70,7 @@ class Backbone:
     ignored_weights: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ("head",)
     frozen: tuple[str, ...] = ()
+    regmean_scope: str = "all_dense"
     dtype: Any = jnp.float32
 
     def init(self, key: Key, inputs: Inputs | None = None) -> Variables:

@@ -45,11 +45,11 @@ def deberta(
     return text_backbone("deberta", ("deberta",), config, num_classes, max_length, dropout, freeze_encoder, remat)
 
 
-def deberta_base(num_classes: int = 2, **options: Any) -> Backbone:
+def deberta_base(num_classes: int = 2, config: EncoderConfig = DEBERTA_BASE, **options: Any) -> Backbone:
     """``deberta`` of the published size: 138,601,728 parameters in its encoder, features of width 768."""
-    return deberta(DEBERTA_BASE, num_classes, **options)
+    return deberta(config, num_classes, **options)
 
 
-def deberta_tiny(num_classes: int = 2, **options: Any) -> Backbone:
+def deberta_tiny(num_classes: int = 2, config: EncoderConfig = DEBERTA_TINY, **options: Any) -> Backbone:
     """``deberta`` with two layers of width 32 and a vocabulary of 1,000, for tests and for CPU."""
-    return deberta(DEBERTA_TINY, num_classes, **options)
+    return deberta(config, num_classes, **options)

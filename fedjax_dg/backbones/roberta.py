@@ -10,6 +10,7 @@ from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.backbones.transformer import EncoderConfig, text_backbone
 
 ROBERTA_BASE = EncoderConfig("roberta", 50265, 768, 12, 12, 3072, 514, 1, 1e-5, pad_token_id=1)
+BERT_BASE = EncoderConfig("bert", 30522, 768, 12, 12, 3072, 512, 2, 1e-12)
 ROBERTA_TINY = EncoderConfig("roberta", 1000, 32, 2, 4, 64, 130, 1, 1e-5, pad_token_id=1)
 
 
@@ -42,11 +43,16 @@ def roberta(
     )
 
 
-def roberta_base(num_classes: int = 2, **options: Any) -> Backbone:
+def roberta_base(num_classes: int = 2, config: EncoderConfig = ROBERTA_BASE, **options: Any) -> Backbone:
     """``roberta`` of the published size: 124,645,632 parameters below its head, features of width 768."""
-    return roberta(ROBERTA_BASE, num_classes, **options)
+    return roberta(config, num_classes, **options)
 
 
-def roberta_tiny(num_classes: int = 2, **options: Any) -> Backbone:
+def bert_base(num_classes: int = 2, config: EncoderConfig = BERT_BASE, **options: Any) -> Backbone:
+    """``roberta`` of BERT's family and published size, uncased: features of width 768."""
+    return roberta(config, num_classes, **options)
+
+
+def roberta_tiny(num_classes: int = 2, config: EncoderConfig = ROBERTA_TINY, **options: Any) -> Backbone:
     """``roberta`` with two layers of width 32 and a vocabulary of 1,000, for tests and for CPU."""
-    return roberta(ROBERTA_TINY, num_classes, **options)
+    return roberta(config, num_classes, **options)

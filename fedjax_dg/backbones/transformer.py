@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from fedjax_dg.backbones.backbone import Backbone, Inputs, Reads, first_readers, tapped
+from fedjax_dg.backbones.backbone import Backbone, Inputs, Reads, first_readers, scale_pixels, tapped
 from fedjax_dg.backbones.layers import check_dropout
 from fedjax_dg.errors import unknown
 
@@ -365,7 +366,7 @@ class TextClassifier(nn.Module):
     """An encoder, a dense layer on its first token (``dense``) and a linear head, as the families' authors have them.
 
     z, what the head reads, is: RoBERTa drop(tanh(dense(drop(h)))), BERT drop(tanh(dense(h))), its pooler, and DeBERTa
-    drop(gelu(dense(drop'(h)))), with drop' of ``pooler_dropout``.
+    drop(gelu(dense(drop'(h)))), with drop' of ``pooler_dropout``. Inputs may also be the first tokens h [B, d] themselves.
     """
 
     config: EncoderConfig
@@ -396,7 +397,7 @@ class TextClassifier(nn.Module):
         return self.drop(activation(self.dense(first)), deterministic=not train)
 
     def features(self, x, train: bool, mask=None) -> Float[Array, "B D"]:
-        return self.pool(self.hidden_states(x, train)[:, 0], train)
+        return self.pool(self.hidden_states(x, train)[:, 0] if isinstance(x, tuple) else x, train)
 
     def classify(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         return self.head(z)
@@ -445,7 +446,17 @@ def text_backbone(
         ignored_weights=ignored_weights(found),
         drawn=("dense", "head"),
         frozen=("encoder",) if freeze_encoder else (),
+        regmean_scope="head",
     )
+
+
+def on_encoded(backbone: Backbone) -> Backbone:
+    """The classifier of a text network alone, for inputs [B, d] that its encoder has made of texts (``encoding.encode``).
+
+    With ``freeze_encoder`` this is the same training as on texts, at a small part of its cost; only the classifier's
+    parameters are there, so only they travel.
+    """
+    return dataclasses.replace(backbone, input_shape=(backbone.num_features,), transform=scale_pixels, frozen=())
 
 
 #: Where the hub's files have the two layers on top of the encoder.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_dg.datasets import reviews, stored, text_files, tokenizing, vader
+from fedjax_dg.datasets import kept, reviews, text_files, tokenizing, vader
 from fedjax_dg.datasets.benchmarks import given
 from fedjax_dg.datasets.corpus import Corpus, sound
 from fedjax_dg.datasets.domains import Domains, Summary
@@ -84,7 +82,9 @@ def load(
         vocabulary = partial(tokenizing.train, seen, vocab_size)
         who = "all domains" if held_out is None else f"all domains but {held_out}"
         told = f"Tokenizer: byte-level BPE trained on the texts of {who}, without labels"
-    tokens = _kept(corpus, recipe, vocabulary, max_length, _cache(cache_dir))
+    tokens = _kept(
+        corpus, recipe, vocabulary, max_length, kept.folder("texts") if cache_dir is None else Path(cache_dir)
+    )
     notes = (
         *(version_note(LAYOUTS[name], corpus.counts) if name in LAYOUTS else ()),
         *corpus.notes,
@@ -128,12 +128,6 @@ def _cut_note(tokens: _Tokens, max_length: int) -> tuple[str, ...]:
     return (f"{of_all} have more than {max_length} tokens, up to {tokens.longest:,}, and are cut.",)
 
 
-def _cache(cache_dir: str | os.PathLike[str] | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_dg" / "texts"
-
-
 def _kept(
     corpus: Corpus,
     recipe: list[Any],
@@ -142,25 +136,16 @@ def _kept(
     cache: Path,
 ) -> _Tokens:
     """The ids as they were kept, else made and kept."""
-    key = _key(corpus, [SCHEMA, tokenizing.package().__version__, *recipe, max_length])
-    ids_file, about_file = cache / f"{key}.npy", cache / f"{key}.json"
-    if (kept := _read(ids_file, about_file, len(corpus.texts))) is not None:
-        return kept
+    path = cache / _key(corpus, [SCHEMA, tokenizing.package().__version__, *recipe, max_length])
+    if (found := kept.read(path)) is not None:
+        ids, about = found
+        if ids.dtype == np.int32 and ids.ndim == 2 and len(ids) == len(corpus.texts):
+            return _Tokens(ids, **about)
     vocab = vocabulary()
     ids, lengths = tokenizing.encode(vocab, corpus.texts, max_length)
     made = _Tokens(ids, vocab.size, int((lengths > max_length).sum()), int(lengths.max()))
-    about: dict[str, Any] = {name: getattr(made, name) for name in ("vocab_size", "cut", "longest")}
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        _replace(ids_file, lambda file: np.save(file, ids))
-        about["ids"] = _sum_of(ids_file)
-        about["sha256"] = stored.digest(about)
-        _replace(about_file, lambda file: file.write(json.dumps(about).encode()))
-    except OSError as error:
-        return made._replace(
-            notes=(f"Tokens could not be kept in {cache} ({error.strerror}): the next run makes them again.",)
-        )
-    return made
+    failed = kept.keep(path, ids, {name: getattr(made, name) for name in ("vocab_size", "cut", "longest")})
+    return made if failed is None else made._replace(notes=(f"Tokens {failed}",))
 
 
 def _key(corpus: Corpus, recipe: list[Any]) -> str:
@@ -171,35 +156,3 @@ def _key(corpus: Corpus, recipe: list[Any]) -> str:
         content = text.encode()
         whole.update(len(content).to_bytes(8, "little") + content)
     return whole.hexdigest()[:32]
-
-
-def _read(ids_file: Path, about_file: Path, num_texts: int) -> _Tokens | None:
-    """What was kept; None where nothing was, or it is not what was written."""
-    try:
-        about = json.loads(about_file.read_bytes())
-        if about.pop("sha256") != stored.digest(about) or about.pop("ids") != _sum_of(ids_file):
-            return None
-        ids = np.load(ids_file, mmap_mode="r")
-        if ids.dtype != np.int32 or ids.ndim != 2 or len(ids) != num_texts:
-            return None
-        return _Tokens(ids, **about)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _sum_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Writes a file whole: others, and a run killed half way, leave the old one or the new one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
