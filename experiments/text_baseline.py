@@ -23,6 +23,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 
 from fedjax_dg.datasets.corpus import Corpus, sound
+from fedjax_dg.datasets.domains import few
 from fedjax_dg.datasets.texts import READERS
 
 FOLDS = 5
@@ -38,6 +39,16 @@ def fitted_score(texts: np.ndarray, labels: np.ndarray, train: np.ndarray, test:
     """Balanced accuracy on ``test`` of a classifier of ``train``, rows of both."""
     model = classifier().fit(texts[train], labels[train])
     return float(balanced_accuracy_score(labels[test], model.predict(texts[test])))
+
+
+def thinned(corpus: Corpus, most: int | None) -> Corpus:
+    """The texts that a run with ``--examples-per-domain`` has; None: all."""
+    if most is None:
+        return corpus
+    rows = few(corpus.domain, most)
+    identity = None if corpus.identity is None else corpus.identity[rows]
+    texts, labels, domain = tuple(corpus.texts[row] for row in rows), corpus.labels[rows], corpus.domain[rows]
+    return corpus._replace(texts=texts, labels=labels, domain=domain, identity=identity)
 
 
 def scores(corpus: Corpus) -> dict[str, tuple[float, float]]:
@@ -70,9 +81,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("dataset", choices=tuple(READERS))
     parser.add_argument("--data-dir", required=True)
+    parser.add_argument("--examples-per-domain", type=int, help="at most so many texts of every domain")
     parser.add_argument("--out", type=Path, help="file to write the table to")
     arguments = parser.parse_args()
-    corpus = sound(READERS[arguments.dataset](arguments.data_dir))
+    corpus = thinned(sound(READERS[arguments.dataset](arguments.data_dir)), arguments.examples_per_domain)
     text = table(corpus, scores(corpus))
     print(text, end="")
     if arguments.out is not None:

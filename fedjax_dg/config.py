@@ -45,6 +45,8 @@ class RunConfig:
     """One side of the images, to which they are resized; None = the data set's own, 224 for pictures in files."""
     max_length: int | None = None
     """Tokens of a text, special ones too; longer texts are cut; None = 128."""
+    examples_per_domain: int | None = None
+    """Use at most so many examples of every domain, drawn once for all seeds; None = all."""
     backbone: str = "lenet5"
     """Network; those for texts have the sizes that config.json says in the folder of `pretrained`, if there is one."""
     dropout: float | None = None
@@ -205,6 +207,8 @@ def check(config: RunConfig) -> RunConfig:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not positive: give 1 or more.")
     check_number("client_lr", config.client_lr)
+    if config.examples_per_domain is not None and config.examples_per_domain < 1:
+        raise ValueError(f"examples_per_domain={config.examples_per_domain} is not positive: give 1 or more.")
     if config.image_size is not None and config.image_size < 1:
         raise ValueError(f"image_size={config.image_size} is not positive: give the pixels of a side, such as 224.")
     if config.max_length is not None and config.max_length < 1:
@@ -250,7 +254,7 @@ def check_texts(config: RunConfig) -> None:
     takers = [name for name in (*names(config.aggregator), config.station_aggregator) if name in _with("regmean_scope")]
     if config.regmean_scope is not None and not takers:
         raise ValueError(
-            f"regmean_scope={config.regmean_scope} is given, but {config.aggregator} and {config.station_aggregator} have no "
+            f"regmean_scope={config.regmean_scope} is given, but {config.aggregator}, {config.station_aggregator} have no "
             f"RegMean: leave it out, or choose {' or '.join(_with('regmean_scope'))}."
         )
 

@@ -30,12 +30,13 @@ from fedjax_dg.config import (
     topology,
 )
 from fedjax_dg.datasets import Domains, kept, tokenizing
+from fedjax_dg.datasets.domains import thinned
 from fedjax_dg.datasets.images import resize
 from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
 from fedjax_dg.estimate import fits, num_bytes
 from fedjax_dg.evaluate import is_better
-from fedjax_dg.federation import Deal, Federation, deal, place, validation_share
+from fedjax_dg.federation import Deal, Federation, alike, deal, place, validation_share
 from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, message_shapes, run_blocks
@@ -105,6 +106,8 @@ def load_data(config: RunConfig) -> Domains:
         "held_out": config.held_out if config.held_out != "all" else None,  # else a tokenizer that is trained sees all
     }
     domains = datasets.load(config.dataset, **{k: v for k, v in wanted.items() if v is not None and k in allowed})
+    if config.examples_per_domain is not None:
+        domains = thinned(domains, config.examples_per_domain)
     if config.image_size is None or "image_size" in allowed:
         return domains
     return domains._replace(inputs=resize(domains.inputs, config.image_size))
@@ -148,6 +151,7 @@ def resolve(
         for held_out in held_outs
         for seed in range(config.seeds)
     }
+    deals = alike(deals)
     # seed by seed, and the rules of a pair next to each other: an interrupted table is still paired
     cells = [
         Cell(config.algorithm, rule, held_out, seed)

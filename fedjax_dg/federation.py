@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Deal(NamedTuple):
 
     held: Int[np.ndarray, "S C N"]  # -1 = padding
     ids: Int[np.ndarray, "S C"]
-    judged: Int[np.ndarray, " E"]
+    judged: Int[np.ndarray, " E"]  # likewise
     unseen: Bool[np.ndarray, " E"]
     topology: Topology
     held_out: str | None
@@ -205,6 +205,31 @@ def deal(
     return Deal(held, places.astype(np.int32), judged, unseen, topology, held_out)
 
 
+def alike(deals: Mapping[Any, Deal], slack: float = 0.1) -> dict[Any, Deal]:
+    """The same deals, padded to fewer shapes, so that they share programs: a size within ``slack`` below another takes it."""
+
+    def shared(sizes: Iterable[int]) -> dict[int, int]:
+        taken, larger = {}, 0
+        for size in sorted(set(sizes), reverse=True):
+            larger = taken[size] = larger if size >= (1 - slack) * larger else size
+        return taken
+
+    def padded(values, size, fill):
+        width = [(0, 0)] * (values.ndim - 1) + [(0, size - values.shape[-1])]
+        return np.pad(values, width, constant_values=fill)
+
+    places = shared(dealt.held.shape[-1] for dealt in deals.values())
+    judged = shared(len(dealt.judged) for dealt in deals.values())
+    return {
+        which: dealt._replace(
+            held=padded(dealt.held, places[dealt.held.shape[-1]], -1),
+            judged=padded(dealt.judged, judged[len(dealt.judged)], -1),
+            unseen=padded(dealt.unseen, judged[len(dealt.judged)], False),
+        )
+        for which, dealt in deals.items()
+    }
+
+
 def place(domains: Domains, dealt: Deal, mesh: sharding.Mesh | None = None, stream: bool = False) -> Federation:
     """A dealt federation with its examples on the devices of ``mesh``; if streamed, without their inputs."""
     held, judged = dealt.held, dealt.judged
@@ -222,7 +247,7 @@ def place(domains: Domains, dealt: Deal, mesh: sharding.Mesh | None = None, stre
         return jax.ShapeDtypeStruct((*shape, *domains.inputs.shape[1:]), domains.inputs.dtype)
 
     real = np.ones(len(domains.labels), bool)
-    told = sharding.replicate((domains.labels[judged], real[judged], domains.domain[judged], dealt.unseen), mesh)
+    told = sharding.replicate((domains.labels[judged], judged >= 0, domains.domain[judged], dealt.unseen), mesh)
     seen = inputs(judged.shape) if stream else sharding.replicate(domains.inputs[judged], mesh)
     own = inputs(held.shape) if stream else clients(domains.inputs)
     return Federation(

@@ -277,6 +277,13 @@ def check_fit(round_fn: Round, federation: Federation) -> None:
             f"The backbone takes inputs of shape {round_fn.backbone.input_shape}, but the data set has "
             f"{federation.clients.inputs.shape[3:]}: choose another backbone or resize the images."
         )
+    if (size := round_fn.backbone.vocab_size) is not None:
+        largest = -1 if federation.source is not None else int(federation.clients.inputs.max())
+        if largest >= size:
+            raise ValueError(
+                f"The data set has token {largest}, but the backbone has only {size}, from 0: give it vocab_size="
+                f"{largest + 1} or more, or the data set the tokenizer of its folder."
+            )
     if federation.source is not None and round_fn.algorithm.resident:
         raise ValueError(
             "This method works on all the clients' examples before round 1, but the federation is streamed: choose another "

@@ -8,6 +8,7 @@ import tarfile
 
 import numpy as np
 import pytest
+from text_tree import TEXTS, model_folder, review, sentence, write_folder, write_reviews
 from tiny import tiny_domains
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -18,35 +19,12 @@ from fedjax_dg.datasets import reviews, text_files, texts, tokenizing, vader
 from fedjax_dg.datasets.checking import check as check_files
 from fedjax_dg.experiment import load_data
 
-WORDS = (
-    "the",
-    "plot",
-    "of",
-    "this",
-    "film",
-    "was",
-    "dull",
-    "but",
-    "its",
-    "cast",
-    "and",
-    "made",
-    "me",
-    "smile,",
-    "don't!",
-)
-
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Nothing is kept beside the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "fedjax_dg" / "texts"
-
-
-def sentence(number, words=6):
-    rng = np.random.default_rng(number)
-    return " ".join(rng.choice(WORDS, words)) + f" {number}"
 
 
 def one(problems):
@@ -56,21 +34,6 @@ def one(problems):
 
 
 # --- a folder of files ------------------------------------------------------------------------------------------------
-
-
-def write_folder(folder, num=8, names=("books.csv", "films.tsv", "songs.jsonl")):
-    """Three files of ``num`` texts, good and bad in turn."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, name in enumerate(names):
-        rows = [(sentence(100 * place + i), ("good", "bad")[i % 2]) for i in range(num)]
-        if name.endswith(".jsonl"):
-            lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
-        else:
-            mark = "," if name.endswith(".csv") else "\t"
-            quote = '"' if name.endswith(".csv") else ""
-            lines = [f"label{mark}text", *(f"{label}{mark}{quote}{text}{quote}" for text, label in rows)]
-        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
 
 
 @pytest.fixture
@@ -185,22 +148,6 @@ def test_texts_of_one_class_are_refused(tmp_path):
 
 
 # --- Amazon reviews ---------------------------------------------------------------------------------------------------
-
-
-def review(text, rating):
-    return (
-        f"<review>\n<unique_id>\n1:a&b\n</unique_id>\n<unique_id>\n2\n</unique_id>\n<rating>\n{rating}\n</rating>\n"
-        f"<title>\nA <b>title</b> & more\n</title>\n<review_text>\n{text}\n</review_text>\n</review>\n"
-    )
-
-
-def write_reviews(root, num=3, domains=("books", "dvd", "electronics", "kitchen_&_housewares")):
-    for place, domain in enumerate(domains):
-        (root / domain).mkdir(parents=True)
-        for kind, rating in (("negative", 1.0), ("positive", 5.0)):
-            content = "".join(review(sentence(100 * place + i), rating) for i in range(num))
-            (root / domain / f"{kind}.review").write_text(content, encoding="latin-1")
-    return root
 
 
 @pytest.mark.parametrize(
@@ -425,30 +372,6 @@ def test_reviews_are_not_torn_apart_by_a_split(tmp_path):
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
-
-TEXTS = tuple(sentence(i, words) for i, words in enumerate((3, 40, 8, 1, 25))) + (
-    "Café naïve 🙂  two  spaces\n<s> [SEP]",
-)
-CONTROL = {"roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"), "deberta": ("[PAD]", "[CLS]", "[SEP]", "[UNK]")}
-CONTROL["bert"] = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-
-
-def model_folder(folder, family, **config):
-    """Files of a small model as they are published: byte-level BPE trained here, or BERT's word pieces."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": family, **config}))
-    if family == "bert":
-        pieces = [
-            *CONTROL["bert"],
-            *"abcdefghijklmnopqrstuvwxyzé0123456789",
-            *(f"##{x}" for x in "abcdefghijklmnopqrstuvwxyz"),
-        ]
-        (folder / "vocab.txt").write_text("\n".join([*pieces, "the", "film", "dull", "!", "##0", "##1"]) + "\n")
-        return folder
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(TEXTS[:5], vocab_size=320, special_tokens=list(CONTROL[family]), show_progress=False)
-    trained.save_model(str(folder))
-    return folder
 
 
 def reference(folder, family):
@@ -700,7 +623,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_told(folder, own_cache, encode
 
 def test_a_run_reads_texts(tmp_path, folder):
     model = model_folder(tmp_path / "model", "deberta", vocab_size=400)
-    options = {"dataset": "text_folder", "data_dir": str(folder), "held_out": "songs"}
+    options = {"dataset": "text_folder", "data_dir": str(folder), "held_out": "songs", "backbone": "deberta_tiny"}
     domains = load_data(check(RunConfig(**options, max_length=9)))
     assert domains.inputs.shape[1] == 9 and "all domains but songs" in domains.notice
     assert "texts of all domains," in load_data(check(RunConfig(**options | {"held_out": "all"}))).notice
@@ -708,9 +631,8 @@ def test_a_run_reads_texts(tmp_path, folder):
     assert domains.vocab_size == 400 and f"Tokenizer: {model}, 400 tokens." in domains.notice
     for given, message in (
         ({"max_length": 0}, "max_length=0 is not positive"),
-        ({"image_size": 32}, "are no images: leave image_size out"),
         (
-            {"dataset": "emoji_styles", "data_dir": None, "max_length": 9},
+            {"dataset": "emoji_styles", "data_dir": None, "max_length": 9, "backbone": "lenet5"},
             "max_length=9 is given, but emoji_styles holds no",
         ),
     ):

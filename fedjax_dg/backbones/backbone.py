@@ -57,6 +57,7 @@ class Backbone:
     ``starts`` says what a leaf starts as where given weights lack it: a copy of another leaf, by name, or a number.
     ``frozen`` are the first names of parameters that no loss reaches: merging measures nothing of them.
     ``regmean_scope``: which dense layers RegMean merges if it is not told: ``all_dense``, or those of the ``head``.
+    ``vocab_size``: of text, ids of tokens are below it.
     """
 
     module: Any
@@ -71,6 +72,7 @@ class Backbone:
     drawn: tuple[str, ...] = ("head",)
     frozen: tuple[str, ...] = ()
     regmean_scope: str = "all_dense"
+    vocab_size: int | None = None
     dtype: Any = jnp.float32
 
     def init(self, key: Key, inputs: Inputs | None = None) -> Variables:

@@ -447,6 +447,7 @@ def text_backbone(
         drawn=("dense", "head"),
         frozen=("encoder",) if freeze_encoder else (),
         regmean_scope="head",
+        vocab_size=found.vocab_size,
     )
 
 
@@ -456,7 +457,8 @@ def on_encoded(backbone: Backbone) -> Backbone:
     With ``freeze_encoder`` this is the same training as on texts, at a small part of its cost; only the classifier's
     parameters are there, so only they travel.
     """
-    return dataclasses.replace(backbone, input_shape=(backbone.num_features,), transform=scale_pixels, frozen=())
+    shape = (backbone.num_features,)
+    return dataclasses.replace(backbone, input_shape=shape, transform=scale_pixels, frozen=(), vocab_size=None)
 
 
 #: Where the hub's files have the two layers on top of the encoder.

@@ -44,6 +44,31 @@ class Domains(NamedTuple):
     vocab_size: int | None = None
 
 
+def few(domain: np.ndarray, most: int) -> np.ndarray:
+    """Rows, in order, of at most ``most`` examples of every domain [M], drawn by NumPy's generator of seed 0."""
+    generator, kept = np.random.default_rng(0), []
+    for index in range(domain.max() + 1):
+        here = np.flatnonzero(domain == index)
+        kept.append(here if len(here) <= most else generator.choice(here, most, replace=False))
+    return np.sort(np.concatenate(kept))
+
+
+def thinned(domains: Domains, most: int) -> Domains:
+    """The same data set with ``few`` examples."""
+    rows = few(domains.domain, most)
+    of = lambda values: None if values is None else values[rows]
+    told = f"Drawn: at most {most:,} examples of every domain, {len(rows):,} of {len(domains.labels):,}."
+    return domains._replace(
+        inputs=domains.inputs.subset(rows) if hasattr(domains.inputs, "subset") else domains.inputs[rows],
+        labels=domains.labels[rows],
+        domain=domains.domain[rows],
+        identity=of(domains.identity),
+        validation=of(domains.validation),
+        files=None if domains.files is None else tuple(domains.files[row] for row in rows),
+        notice=told if domains.notice is None else f"{domains.notice} {told}",
+    )
+
+
 class Summary(NamedTuple):
     """What there is to know about a data set without reading it.
 

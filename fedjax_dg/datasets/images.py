@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 #: What torchvision's ImageFolder takes for an image, by the end of its name in lower case.
@@ -43,6 +44,9 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def subset(self, rows: NDArray[np.integer]) -> Images:
+        return Images(self.root, tuple(self.files[row] for row in rows), self.size)
 
     def __getitem__(self, rows) -> np.ndarray:
         if isinstance(rows, int | np.integer):

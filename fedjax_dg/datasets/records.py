@@ -31,6 +31,9 @@ class Records:
     def __len__(self) -> int:
         return len(self.places)
 
+    def subset(self, rows: NDArray[np.integer]) -> Records:
+        return Records(self.folder, self.splits, self.places[rows], self.size)
+
     def __getitem__(self, rows) -> np.ndarray:
         source = source_of(self.folder, self.splits)
         if isinstance(rows, int | np.integer):
