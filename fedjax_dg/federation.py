@@ -206,12 +206,12 @@ def deal(
 
 
 def alike(deals: Mapping[Any, Deal], slack: float = 0.1) -> dict[Any, Deal]:
-    """The same deals, padded to fewer shapes, so that they share programs: a size within ``slack`` below another takes it."""
+    """The same deals, padded to fewer shapes, to share programs: a size within ``slack`` below another takes it."""
 
     def shared(sizes: Iterable[int]) -> dict[int, int]:
         taken, larger = {}, 0
         for size in sorted(set(sizes), reverse=True):
-            larger = taken[size] = larger if size >= (1 - slack) * larger else size
+            larger = taken[size] = larger if size >= (1 - slack) * larger > 0 else size
         return taken
 
     def padded(values, size, fill):

@@ -8,6 +8,7 @@ from tiny import tiny_backbone, tiny_domains, tiny_federation
 
 from fedjax_dg import algorithms, federate, make_round
 from fedjax_dg.datasets import Domains
+from fedjax_dg.federation import alike, deal, place
 from fedjax_dg.run import check_fit
 from fedjax_dg.splits import at_random
 from fedjax_dg.types import Topology
@@ -312,3 +313,29 @@ def test_a_federation_of_other_sizes_is_refused(round_fn, message):
     federation = tiny_federation([[3, 2], [2, 3]])
     with pytest.raises(ValueError, match=f"^{message}"):
         check_fit(round_fn, federation)
+
+
+def test_deals_are_padded_to_fewer_shapes():
+    """Sizes within a tenth of a larger one take it; what is held and judged stays the same, in its order."""
+    data = tiny_domains(per_domain=40)
+    sizes = ((100, 30), (91, 11), (89, 10), (80, 3))  # 80 is more than a tenth below 89
+
+    def dealt(places, judged):
+        held = np.full((1, 2, places), -1)
+        held[0, 0, : places - 5], held[0, 1, 0] = np.arange(places - 5) % 120, 7
+        return deal(data, data.domain_names[0], stations=1, clients_per_station=2)._replace(
+            held=held, judged=np.arange(judged), unseen=np.ones(judged, bool)
+        )
+
+    deals = {i: dealt(*size) for i, size in enumerate(sizes)}
+    padded = alike(deals)
+    assert [d.held.shape[-1] for d in padded.values()] == [100, 100, 89, 80]
+    assert [len(d.judged) for d in padded.values()] == [len(d.unseen) for d in padded.values()] == [30, 11, 11, 3]
+    for i, (places, judged) in enumerate(sizes):
+        np.testing.assert_array_equal(padded[i].held[..., :places], deals[i].held)
+        assert (padded[i].held[..., places:] == -1).all()
+        assert padded[i].judged.tolist() == [*range(judged), *[-1] * (len(padded[i].judged) - judged)]
+        assert padded[i].unseen.sum() == judged
+    placed = place(data, padded[2])
+    assert placed.evaluation.examples.mask.tolist() == [True] * 10 + [False]
+    assert alike({0: deals[3]})[0].held.shape == deals[3].held.shape
