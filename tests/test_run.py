@@ -76,6 +76,14 @@ def programs():
         yield
 
 
+@pytest.fixture
+def little_optimization():
+    """For what is compiled to be looked at, or to run for a round or two."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def run(folder, *options):
     return main(["run", *SMALL, "--out", str(folder), *options])
 
@@ -512,6 +520,7 @@ def test_a_breakdown_names_round_station_and_client():
         check_finite(round_info(np.ones((2, 1, 1), bool), [True, False]), done=0)
 
 
+@pytest.mark.usefixtures("little_optimization")
 def test_a_cell_that_breaks_down_stops_and_the_others_finish(tmp_path, capsys):
     """One round with a server step of 1e30, and no client can train from there."""
     options = [*SCAFFOLD, "--seeds", "1", "--set", "server_lr=1e30"]
@@ -548,6 +557,7 @@ def test_a_rate_far_too_high_stops_every_cell(tmp_path, capsys):
 # --- the other commands ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("little_optimization")
 def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *SMALL, *SCAFFOLD, "--dry-run"]) == 0
