@@ -292,7 +292,9 @@ def test_no_command_breaks_lines_in_a_pipe(tmp_path, capsys, monkeypatch):
 
 
 # in a first cell, after its last round but before its result, in later cells
-@pytest.mark.parametrize(("number", "jobs"), [(1, "1"), (3, "1"), (5, "2"), (11, "2")])
+@pytest.mark.parametrize(
+    ("number", "jobs"), [(1, "1"), (3, "1"), pytest.param(5, "2", marks=pytest.mark.slow), (11, "2")]
+)
 def test_interrupted_and_resumed_is_the_same_run(tmp_path, expected, capsys, number, jobs):
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, number)
