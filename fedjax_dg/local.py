@@ -193,6 +193,7 @@ def train(
     watching = [rule.watches for rule in rules if rule.watches is not None]
     watched = bool(watching)
 
+    @functools.partial(jax.jit, inline=True)  # inlined: for JAX to trace it once, not wherever its shapes are asked for
     def move(local, number, index, valid):
         batch = take_batch(examples, index, valid)
         moved, metrics = algorithm.step(backbone, received, local, batch, jax.random.fold_in(step_key, number))
@@ -215,7 +216,7 @@ def train(
 
     start = Local(received.variables, optimizer, client, tally, passes=jnp.int32(0))
     numbers = jnp.cumsum(batches.valid.any(1)) - 1  # of real steps: padding must not shift what later ones draw
-    shapes = jax.eval_shape(move, start, 0, batches.index[0], batches.valid[0])[2]
+    shapes = jax.eval_shape(move, start, numbers[0], batches.index[0], batches.valid[0])[2]
     if watched and not shapes.inputs:
         raise ValueError(
             "The steps of this algorithm do not show their forward passes (Local.seen), so nothing can be gathered from "
@@ -252,6 +253,7 @@ def visit(
     variables, seen = trained.local.variables, trained.seen
     memory, message = algorithm.report(backbone, received, trained.local, trained.steps, examples, report_key)
 
+    @functools.partial(jax.jit, inline=True)  # traced once
     def for_server():
         if to_server.at_station:
             return ()
@@ -289,6 +291,7 @@ def sum_over_batches(
     size = min(size or PASS_SIZE, places)
     position = jnp.arange(-(-places // size) * size).reshape(-1, size)
 
+    @functools.partial(jax.jit, inline=True)  # traced once
     def one(position):
         index = jnp.minimum(position, places - 1)
         return statistic(take_batch(examples, index, examples.mask[index] & (position < places)))

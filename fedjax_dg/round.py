@@ -1,5 +1,6 @@
 """The hierarchical round: clients -> stations -> server as one pure function, on one screen."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -51,6 +52,7 @@ def make_step(
             )
             shared, stations = algorithm.digest(shared, stations, messages, shares)
 
+        @functools.partial(jax.jit, inline=True)  # inlined: for JAX to trace it once, though its shapes are asked for
         def station_round(carry, number):
             stations, clients = carry
             last = topology.station_rounds == 1 or number == topology.station_rounds - 1
@@ -61,7 +63,7 @@ def make_step(
             return ((stations, clients), up), told
 
         start = ((models, stations, state.station_rule), clients)
-        nothing = tree.zeros(jax.eval_shape(station_round, start, 0)[0][1])
+        nothing = tree.zeros(jax.eval_shape(station_round, start, jnp.int32(0))[0][1])
         (carry, (messages, measured)), (metrics, steps, finite, station_info) = jax.lax.scan(
             lambda carry, number: station_round(carry[0], number), (start, nothing), jnp.arange(topology.station_rounds)
         )

@@ -47,9 +47,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What imports made stays: the garbage collector need not look at it again, which it does often while JAX traces."""
+    """What imports made stays, and the garbage collector looks less often at the rest: JAX makes much while it traces."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture

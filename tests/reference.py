@@ -106,10 +106,13 @@ def flat(federation):
     )
 
 
+planned = jax.jit(plan_batches, static_argnames="topology")  # called as it is, its scan would compile every time
+
+
 def batches(client, topology, key):
     """The client's batches of one station round with the station round's key, in order."""
     train_key = jax.random.split(jax.random.fold_in(key, client.id), 4)[0]
-    plan = plan_batches(jnp.asarray(client.mask), topology, jax.random.split(train_key)[0])
+    plan = planned(jnp.asarray(client.mask), topology, jax.random.split(train_key)[0])
     for index, valid in zip(np.asarray(plan.index), np.asarray(plan.valid)):
         if valid.any():
             yield client.inputs[index[valid]], client.labels[index[valid]]

@@ -85,9 +85,12 @@ def added(grams):
     return jax.tree.map(lambda *x: sum(x), *grams)
 
 
+dense_inputs = jax.jit(BACKBONE.dense_inputs)
+
+
 def measured(model, batches):
     """Statistics by layer of what a model reads in ``batches``."""
-    seen = [BACKBONE.dense_inputs(model, jnp.asarray(x)) for x in batches]
+    seen = [dense_inputs(model, x) for x in batches]
     return {layer: gram_of([np.asarray(x[layer]) for x in seen]) for layer in ("dense", "head")}
 
 

@@ -435,8 +435,13 @@ def test_targets_are_drawn_among_all_source_domains_and_domains_are_numbered_by_
     ids = jnp.where(batch.mask, jnp.array([1, 4, 6])[batch.domain], 0)
     optimizer, tally = algorithm.begin(BACKBONE, received, ())
     start = Local(received.variables, optimizer, (), tally)
-    algorithm.step(BACKBONE, received, start, batch._replace(domain=ids), KEY)
-    (source, target), real = seen[0], np.asarray(batch.mask)
+
+    @jax.jit
+    def drawn(batch):
+        algorithm.step(BACKBONE, received, start, batch, KEY)
+        return seen[0]
+
+    (source, target), real = drawn(batch._replace(domain=ids)), np.asarray(batch.mask)
     np.testing.assert_array_equal(source[real], batch.domain[real])
     np.testing.assert_allclose(np.bincount(target, minlength=3) / target.size, 1 / 3, atol=0.08)
     assert (target == source)[real].any()  # a domain may be its own target

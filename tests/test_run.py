@@ -76,6 +76,14 @@ def programs():
         yield
 
 
+@pytest.fixture
+def little_optimization():
+    """For what is compiled to be looked at, or to run for a round or two."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def run(folder, *options):
     return main(["run", *SMALL, "--out", str(folder), *options])
 
@@ -284,7 +292,9 @@ def test_no_command_breaks_lines_in_a_pipe(tmp_path, capsys, monkeypatch):
 
 
 # in a first cell, after its last round but before its result, in later cells
-@pytest.mark.parametrize(("number", "jobs"), [(1, "1"), (3, "1"), (5, "2"), (11, "2")])
+@pytest.mark.parametrize(
+    ("number", "jobs"), [(1, "1"), (3, "1"), pytest.param(5, "2", marks=pytest.mark.slow), (11, "2")]
+)
 def test_interrupted_and_resumed_is_the_same_run(tmp_path, expected, capsys, number, jobs):
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, number)
@@ -512,6 +522,7 @@ def test_a_breakdown_names_round_station_and_client():
         check_finite(round_info(np.ones((2, 1, 1), bool), [True, False]), done=0)
 
 
+@pytest.mark.usefixtures("little_optimization")
 def test_a_cell_that_breaks_down_stops_and_the_others_finish(tmp_path, capsys):
     """One round with a server step of 1e30, and no client can train from there."""
     options = [*SCAFFOLD, "--seeds", "1", "--set", "server_lr=1e30"]
@@ -548,6 +559,7 @@ def test_a_rate_far_too_high_stops_every_cell(tmp_path, capsys):
 # --- the other commands ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("little_optimization")
 def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *SMALL, *SCAFFOLD, "--dry-run"]) == 0

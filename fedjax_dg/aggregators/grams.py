@@ -163,8 +163,9 @@ def grams_of(backbone, variables, inputs: Array, form: GramForm = GramForm()) ->
     >>> backbone = fdg.backbones.lenet5(num_classes=6)
     >>> images = jax.random.normal(jax.random.key(0), (2, 8, 32, 32, 3))
     >>> models = [jax.jit(backbone.init)(jax.random.key(i)) for i in range(2)]
-    >>> grams = [grams_of(backbone, model, x) for model, x in zip(models, images)]
-    >>> merged = fdg.aggregators.regmean(models, grams)
+    >>> measure = jax.jit(lambda model, x: grams_of(backbone, model, x))
+    >>> grams = [measure(model, x) for model, x in zip(models, images)]
+    >>> merged = jax.jit(fdg.aggregators.regmean)(models, grams)
     >>> backbone.apply(merged.variables, images[0]).shape
     (8, 6)
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
@@ -182,6 +184,7 @@ def outputs_moved(backbone, models: Variables, aligned: Variables) -> Float[Arra
     """Largest change of a logit on random inputs, over the largest logit, per model; 0 up to rounding if all is right."""
     inputs = jax.random.normal(jax.random.key(0), (PROBES, *backbone.input_shape))
 
+    @functools.partial(jax.jit, inline=True)  # traced once, though its shape is asked for
     def change():
         before, after = (jax.lax.map(lambda m: backbone.apply(m, inputs), x) for x in (models, aligned))
         return jnp.abs(after - before).max((1, 2)) / jnp.maximum(jnp.abs(before).max((1, 2)), 1e-12)

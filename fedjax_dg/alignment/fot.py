@@ -84,6 +84,7 @@ def assign_within(cost: Float[Array, "a a"], num_groups: int) -> Int[Array, " a"
     return (outer[:, None] * size + inner[jnp.arange(num_groups), outer]).reshape(-1)
 
 
+@functools.partial(jax.jit, inline=True)  # inlined: ott's solver takes long to trace, a group's size once will do
 def transport(cost: Float[Array, "a a"], epsilon: ArrayLike) -> Float[Array, "a a"]:
     """The entropic transport plan between uniform marginals (Sinkhorn, ott-jax), scaled so that rows and columns sum to 1.
 
