@@ -16,9 +16,8 @@ from text_tree import model_folder, publish, write_folder, write_reviews
 from tiny import tiny_domains
 
 import fedjax_dg as fdg
-from fedjax_dg import encoding, splits
-from fedjax_dg.aggregators import hfedatm
-from fedjax_dg.algorithms.fedavg import FedAvgHparams, fedavg
+from fedjax_dg import encoding, splits, tree
+from fedjax_dg.aggregators import hfedatm, mean
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones import DEBERTA_TINY, ROBERTA_TINY, deberta, in_precision, on_encoded, roberta
 from fedjax_dg.cli import main
@@ -29,6 +28,7 @@ from fedjax_dg.datasets.images import Images
 from fedjax_dg.datasets.records import Records
 from fedjax_dg.experiment import resolve, round_of
 from fedjax_dg.run import check_fit, make_round, message_shapes
+from fedjax_dg.types import Examples
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 SIZES = {
@@ -110,7 +110,10 @@ def flags(config):
 # --- from a model's folder --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["roberta", "deberta"])
+both = pytest.mark.parametrize("family", ["roberta", "deberta"])
+
+
+@pytest.mark.parametrize("family", ["roberta", pytest.param("deberta", marks=pytest.mark.slow)])
 def test_a_run_from_a_models_folder(tmp_path, texts, model, family, capsys):
     out, folder = tmp_path / "out", model(family)
     config = config_of(texts, folder, backbone=f"{family}_base")
@@ -127,7 +130,10 @@ def test_a_run_from_a_models_folder(tmp_path, texts, model, family, capsys):
     merged = next(record["merge"] for record in records if record["aggregator"] == "hfedatm")
     assert sorted(merged["regmean"]) == ["dense", "head"] and merged["outputs_moved"] == [0.0, 0.0]
 
-    grid = resolve(check(config))
+
+@both
+def test_a_cell_starts_from_the_folder(texts, model, family):
+    grid = resolve(check(config_of(texts, model(family), backbone=f"{family}_base")))
     backbone, variables = started(family)
     start = jax.jit(round_of(grid, "mean").init)(jax.random.key(0), grid.pretrained).variables
     jax.tree.map(np.testing.assert_array_equal, start.params["encoder"], variables.params["encoder"])
@@ -219,6 +225,14 @@ def test_tokens_beyond_the_embedding_are_refused():
                 check_fit(round_fn, federation)
 
 
+def made_up(count=40, length=11):
+    rng = np.random.default_rng(1)
+    ids = rng.integers(3, 60, (count, length)).astype(np.int32)
+    for row, size in enumerate(rng.integers(1, length + 1, count)):
+        ids[row, size:] = -1
+    return ids
+
+
 # --- RegMean's scope --------------------------------------------------------------------------------------------------
 
 HEAD, ATTENTION = (
@@ -246,27 +260,25 @@ def test_scopes_of_images():
 
 @pytest.fixture(scope="module")
 def merged():
-    """A round by every scope, from one start, on made-up tokens."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(3, 60, (48, 7)).astype(np.int32)
-    ids[::3, 5:] = -1
-    places = np.arange(48, dtype=np.int32)
-    domains = fdg.datasets.Domains(
-        "t", ids, (ids[:, 0] % 2).astype(np.int32), places // 16, None, None, ("a", "b", "c"), ("x", "y"), vocab_size=60
-    )
-    federation = fdg.federate(domains, held_out="c", stations=2, clients_per_station=2)
-    backbone = roberta(SMALL._replace(vocab_size=60, initializer_range=0.3), 2, max_length=7)
-    algorithm = fedavg(FedAvgHparams(client_lr=0.2))
-    models = {}
-    for name, rule in (
-        ("mean", fdg.aggregators.mean()),
-        *((scope, hfedatm(regmean_scope=scope)) for scope in ("none", "head", "all_dense")),
-    ):
-        round_fn = make_round(backbone, algorithm, federation.topology, rule)
-        state = round_fn.init(jax.random.key(0))
-        state, info = round_fn.block(state, (federation.clients, federation.ids), jax.random.key(1), length=1)
-        models[name] = leaves_of(state.variables), info
-    return models
+    """Two models, on made-up tokens of their own, merged by every scope."""
+    backbone = roberta(SMALL._replace(vocab_size=60, initializer_range=0.3), 2, max_length=11)
+
+    @jax.jit
+    def by_every_scope(keys, ids, labels):
+        models = jax.vmap(backbone.init)(keys)
+        start, weights, merged = tree.take(models, 0), jnp.array([2.0, 1.0]), {}
+        examples = Examples(ids, labels, jnp.ones(labels.shape, bool), labels)
+        for name, rule in (
+            ("mean", mean()),
+            *((scope, hfedatm(regmean_scope=scope, gram_at="client")) for scope in ("none", "head", "all_dense")),
+        ):
+            told = jax.vmap(lambda m, x, rule=rule: rule.measure(backbone, start, m, x, None, None))(models, examples)
+            variables, _, info = rule.merge(backbone, (), start, models, weights, told)
+            merged[name] = leaves_of(variables), info
+        return merged
+
+    ids = made_up().reshape(2, 20, 11)
+    return by_every_scope(jax.random.split(jax.random.key(0)), ids, np.zeros((2, 20), np.int32))
 
 
 def test_layers_outside_the_scope_are_averaged(merged):
@@ -285,9 +297,9 @@ def test_layers_outside_the_scope_are_averaged(merged):
 
 
 def test_layers_with_one_input_share_a_gram(merged):
-    told = merged["all_dense"][1].server_merge["regmean"]
+    told = merged["all_dense"][1]["regmean"]
     size = lambda d: 4 * (d * d + d + 1)
-    found = {layer.split("/")[-1]: float(x["bytes"][0]) for layer, x in told.items()}
+    found = {layer.split("/")[-1]: float(x["bytes"]) for layer, x in told.items()}
     assert found == {
         "key": size(8),
         "query": 0.0,
@@ -303,15 +315,7 @@ def test_layers_with_one_input_share_a_gram(merged):
 # --- frozen encoders --------------------------------------------------------------------------------------------------
 
 
-def made_up(count=40, length=11):
-    rng = np.random.default_rng(1)
-    ids = rng.integers(3, 60, (count, length)).astype(np.int32)
-    for row, size in enumerate(rng.integers(1, length + 1, count)):
-        ids[row, size:] = -1
-    return ids
-
-
-@pytest.mark.parametrize("family", ["roberta", "deberta"])
+@both
 def test_every_text_is_encoded_as_alone(family, monkeypatch):
     monkeypatch.setattr(encoding, "PASS_TOKENS", 40)
     monkeypatch.setattr(encoding, "STEP", 4)
@@ -363,24 +367,23 @@ def test_training_on_encoded_texts_is_training_with_the_frozen_encoder(texts, mo
     assert grid.pretrained is None  # the folder has no classifier
     tokens = resolve(check(config_of(texts, folder)))
     whole = roberta(folder, 2, max_length=tokens.backbone.input_shape[0], freeze_encoder=True)
-    for rule in ("mean", "hfedatm"):
-        small = round_of(grid, rule)
-        large = make_round(whole, small.algorithm, small.topology, small.rules[1])
-        state = small.init(jax.random.key(0), grid.pretrained)
-        start = leaves_of(jax.jit(whole.init)(jax.random.key(9)))
-        start |= leaves_of(tokens.pretrained) | leaves_of(state.variables)
-        start = {leaf: np.asarray(x) for leaf, x in start.items()}
-        trained = []
-        for round_fn, federation, begin in (
-            (small, grid.federations["songs", 0], state),
-            (large, tokens.federations["songs", 0], large.init(jax.random.key(0), from_leaves(start))),
-        ):
-            end, info = round_fn.block(begin, (federation.clients, federation.ids), jax.random.key(4), length=2)
-            trained.append(leaves_of(end.variables))
-            assert np.isfinite(info.metrics["loss"]).all()
-        for leaf, x in trained[0].items():
-            np.testing.assert_allclose(x, trained[1][leaf], atol=2e-6)
-            assert float(jnp.abs(x - start[leaf]).max()) > 1e-3
+    small = round_of(grid, "hfedatm")
+    large = make_round(whole, small.algorithm, small.topology, small.rules[1])
+    state = small.init(jax.random.key(0), grid.pretrained)
+    start = leaves_of(jax.jit(whole.init)(jax.random.key(9)))
+    start |= leaves_of(tokens.pretrained) | leaves_of(state.variables)
+    start = {leaf: np.asarray(x) for leaf, x in start.items()}
+    trained = []
+    for round_fn, federation, begin in (
+        (small, grid.federations["songs", 0], state),
+        (large, tokens.federations["songs", 0], large.init(jax.random.key(0), from_leaves(start))),
+    ):
+        end, info = round_fn.block(begin, (federation.clients, federation.ids), jax.random.key(4), length=2)
+        trained.append(leaves_of(end.variables))
+        assert np.isfinite(info.metrics["loss"]).all()
+    for leaf, x in trained[0].items():
+        np.testing.assert_allclose(x, trained[1][leaf], atol=2e-6)
+        assert float(jnp.abs(x - start[leaf]).max()) > 1e-3
 
 
 def test_only_the_classifier_travels(texts, model, capsys):
@@ -390,8 +393,8 @@ def test_only_the_classifier_travels(texts, model, capsys):
     assert grid.backbone == on_encoded(grid.backbone)
     start = round_of(grid, "mean").init(jax.random.key(0), grid.pretrained).variables
     assert sorted(start.params) == ["dense", "head"]
-    assert main(["run", *flags(config), "--dry-run"]) == 0
-    assert "Memory of a round with hfedatm" in capsys.readouterr().out
+    assert main(["run", *flags(config), "--aggregator", "mean", "--dry-run"]) == 0
+    assert "Memory of a round with mean" in capsys.readouterr().out
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -441,6 +444,11 @@ def test_the_configuration_for_the_reviews_is_ready(tmp_path, monkeypatch, capsy
     )
     grid = resolve(check(config))
     assert len(grid.cells) == 24 and grid.federations["books", 0].clients.mask.shape[:2] == (10, 10)
+
+
+@pytest.mark.slow
+def test_a_table_of_the_reviews(tmp_path, monkeypatch, capsys):
+    write_reviews(tmp_path / "sorted_data_acl", num=60)
     command = ["hfedatm_table.py", str(EXPERIMENTS / "amazon_reviews.toml"), "--data-dir", str(tmp_path), "--smoke"]
     command += ["--out", str(tmp_path / "out"), "--algorithms", "fedavg", "--held-out", "dvd"]
     monkeypatch.setattr(sys, "argv", [*command, "--backbone", "roberta_tiny", "--max-length", "16"])
