@@ -52,10 +52,10 @@ def plan_of(backbone, topology: Topology, rule: str, chunk: int):
     to_server = fdg.aggregators.AGGREGATORS[rule]()
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), topology, to_server, chunk=chunk)
     places = topology.stations, topology.clients_per_station
-    each = lambda dtype, *more: jax.ShapeDtypeStruct((*places, EXAMPLES, *more), dtype)
-    examples = Examples(each(jnp.int32, LENGTH), each(jnp.int32), each(bool), each(jnp.int32))
+    each = lambda dtype, *more: jnp.zeros((*places, EXAMPLES, *more), dtype)
+    make = lambda: Examples(each(jnp.int32, LENGTH), each(jnp.int32), each(bool), each(jnp.int32))
     state, key = jax.eval_shape(round_fn.init, jax.random.key(0)), jax.random.key(0)
-    data = examples, jax.ShapeDtypeStruct(places, jnp.int32)
+    data = jax.eval_shape(make), jax.ShapeDtypeStruct(places, jnp.int32)
     return num_bytes(state.variables), round_fn.block.lower(state, data, key, length=1).compile().memory_analysis()
 
 
