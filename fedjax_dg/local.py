@@ -334,29 +334,39 @@ def map_clients(
     per_station: PyTree,
     per_client: PyTree,
     chunk: int = 1,
-    finish: Callable[[PyTree, PyTree], PyTree] = lambda station, results: results,
+    finish: Callable[[PyTree, PyTree], PyTree] | None = None,
+    renewed: int = 0,
 ) -> PyTree:
     """``finish(per_station[s], results)`` of every station, where ``results`` [P, ...] are ``function(common,
-    per_station[s], per_client[s, p])`` of its clients. The one seam for memory and devices.
+    per_station[s], per_client[s, p])`` of its clients; without it ``results``. The one seam for memory and devices.
 
     ``chunk`` clients at a time: 0 = all at once (vmap), 1 = one after another (``estimate.choose_chunk``). Unless all at
     once, stations come one after another too, so that only one station's clients are in memory with their models and
     messages. On a mesh, every device does so with its own. Every choice computes the same function.
+    ``renewed``: so many of ``per_station``, its first, are what ``finish`` gives anew, first: each then takes the old
+    one's place, so that models of all stations are in memory once.
     """
     size = chunk if chunk > 1 else None
 
     def all_of(common, stations, clients, finish):
         num_stations, num_clients = jax.tree.leaves(clients)[0].shape[:2]
+        end = finish or (lambda station, results: results)
+        anew = renewed if finish else 0
 
-        def station(s):
-            here = tree.take(stations, s)
+        def station(state, s):
+            here = tree.take((*state, *stations[anew:]) if anew else stations, s)
             # straight from the whole: a station's data taken first would be copied
             one = lambda c: function(common, here, jax.tree.map(lambda x: x[s, c], clients))
-            return finish(here, jax.lax.map(one, jnp.arange(num_clients), batch_size=size))
+            found = end(here, jax.lax.map(one, jnp.arange(num_clients), batch_size=size))
+            if not anew:
+                return state, found
+            put = lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, s, 0)
+            return jax.tree.map(put, state, found[0]), found[1:]
 
         if chunk:
-            return jax.lax.map(station, jnp.arange(num_stations))
-        every = lambda here, clients: finish(here, jax.vmap(lambda client: function(common, here, client))(clients))
+            state, found = jax.lax.scan(station, stations[:anew] if anew else (), jnp.arange(num_stations))
+            return (state, *found) if anew else found
+        every = lambda here, clients: end(here, jax.vmap(lambda client: function(common, here, client))(clients))
         return jax.vmap(every)(stations, clients)
 
     return sharding.each_client(all_of, finish, common, per_station, per_client)

@@ -33,7 +33,7 @@ def make_step(
         shared, stations, clients = state.shared, state.stations, origin
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (topology.stations, *x.shape)), state.variables)
 
-        def each_client(part, finish, common, stations, clients):
+        def each_client(part, finish, common, stations, clients, renewed=0):
             def one(common, station, client):
                 (shared, number, server, key, *last), (model, memory, *_), (own, at_start, held, i) = (
                     common,
@@ -44,7 +44,7 @@ def make_step(
                 return part(received, own, held, local.client_key(key, i), *last)
 
             common = (shared, state.round, state.variables, *common)
-            return local.map_clients(one, common, stations, (clients, origin, examples, ids), chunk, finish)
+            return local.map_clients(one, common, stations, (clients, origin, examples, ids), chunk, finish, renewed)
 
         if algorithm.survey is not None:
             clients, messages = each_client(
@@ -59,7 +59,7 @@ def make_step(
             common = (local.station_round_key(local_key, number), last)
             own = (clients, jax.tree.map(lambda x: x[:, :, number], plan))
             visiting = local.visiting(backbone, algorithm, topology, rules)
-            stations, clients, up, told = each_client(*visiting, common, (*stations, weights, shares), own)
+            stations, clients, up, told = each_client(*visiting, common, (*stations, weights, shares), own, 3)
             return ((stations, clients), up), told
 
         start = ((models, stations, state.station_rule), clients)

@@ -169,19 +169,24 @@ def _axes() -> dict[str, int]:
     return {} if mesh.empty or mesh.manual_axes else dict(mesh.shape)
 
 
-def each_client(function: Callable, finish: Callable, common: PyTree, stations: PyTree, clients: PyTree) -> PyTree:
+def each_client(
+    function: Callable, finish: Callable | None, common: PyTree, stations: PyTree, clients: PyTree
+) -> PyTree:
     """``finish`` of every station's results: on each device, ``function(common, stations, clients, finish)`` for its own.
 
-    ``function(common, stations [s], clients [s, p], finish)`` gives ``finish(station, results [p])`` of s stations. Where
-    a station's clients are on several devices, its end is made afterwards, from the results of all. ``common`` is what
-    everyone reads: a function must not close over arrays, as devices hold those in another way than what they are given.
+    ``function(common, stations [s], clients [s, p], finish)`` gives ``finish(station, results [p])`` of s stations, with
+    None ``results``. Where a station's clients are on several devices, its end is made afterwards, from the results of all.
+    ``common`` is what everyone reads: a function must not close over arrays, as devices hold those in another way than
+    what they are given.
     """
     axes = _axes()
     if not axes:
         return function(common, stations, clients, finish)
     if axes[CLIENT] == 1:
         return each_station(lambda *given: function(*given, finish), common, stations, clients)
-    results = spread(lambda *given: function(*given, lambda station, results: results), common, stations, clients)
+    results = spread(lambda *given: function(*given, None), common, stations, clients)
+    if finish is None:
+        return results
 
     def alone(station, results):
         with under(None):

@@ -304,6 +304,34 @@ def test_every_chunk_maps_each_client_with_its_station(chunk):
     assert out["pair"][1, 2].tolist() == [20, 5]
 
 
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_what_stations_make_anew_is_given_back_with_the_rest(chunk):
+    """Both of the renewed, from what they and a third one were, whatever is done to them before."""
+    stations = jnp.array([10.0, 20.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([5.0, 7.0])
+    clients = jnp.arange(6.0).reshape(2, 3)
+    one = lambda common, station, c: station[0] + c
+    finish = lambda station, sums: ((station[0] + station[2], station[1] * sums.sum()), sums, station[1].sum())
+    (first, second), sums, rest = map_clients(one, (), stations, clients, chunk, finish, renewed=2)
+    assert first.tolist() == [15, 27] and second.tolist() == [[33, 66], [216, 288]]
+    assert sums.tolist() == [[10, 11, 12], [23, 24, 25]] and rest.tolist() == [3, 7]
+
+
+def test_the_models_of_all_stations_are_in_memory_once():
+    """A further station takes room for one, where their broadcast start and their ends would be two."""
+
+    def memory(num_stations, width=100_000):
+        def merged(model, clients):
+            start = jnp.broadcast_to(model, (num_stations, width))
+            finish = lambda station, models: ((models.mean(0),), models.sum())
+            (ends,), _ = map_clients(lambda _, station, c: station[0] * c, (), (start,), clients, 1, finish, renewed=1)
+            return ends.sum(0)
+
+        shapes = jax.ShapeDtypeStruct((width,), jnp.float32), jax.ShapeDtypeStruct((num_stations, 2), jnp.float32)
+        return jax.jit(merged).lower(*shapes).compile().memory_analysis().temp_size_in_bytes / (4 * width)
+
+    assert memory(12) - memory(4) < 8.5
+
+
 # --- local optimizers -----------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,7 +234,16 @@ def positions_of(ids: Int[Array, "B L"], config: EncoderConfig) -> Int[Array, "*
 
 
 def dense(config: EncoderConfig, features: int, name: str, bias: bool = True) -> nn.Dense:
-    return nn.Dense(features, use_bias=bias, kernel_init=nn.initializers.normal(config.initializer_range), name=name)
+    fresh = nn.initializers.normal(config.initializer_range)
+    return nn.Dense(features, use_bias=bias, kernel_init=fresh, dot_general=of_rows, name=name)
+
+
+def of_rows(
+    x: Float[Array, "*r d"], kernel: Float[Array, "d o"], dimensions: Any, **options: Any
+) -> Float[Array, "*r o"]:
+    """``nn.Dense``'s product, of all rows as one matrix: with more axes of rows, XLA copies gradients for the kernel's."""
+    y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), **options)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def norm(config: EncoderConfig, name: str) -> nn.LayerNorm:
@@ -243,12 +253,20 @@ def norm(config: EncoderConfig, name: str) -> nn.LayerNorm:
 
 def gelu(x: Array) -> Array:
     """x Phi(x), by the error function."""
-    return nn.gelu(x, approximate=False)
+    return 0.5 * x * (1.0 + jax.lax.erf(x * np.sqrt(0.5).astype(x.dtype)))  # nn.gelu takes erfc, which is slower on CPU
 
 
-def attention_shares(logits: Float[Array, "B H L L"], allowed: Bool[Array, "B 1 M L"]) -> Float[Array, "B H L L"]:
-    """Softmax over what each token may look at, in float32; over all where that is nothing."""
-    return nn.softmax(jnp.where(allowed, logits.astype(jnp.float32), MASKED)).astype(logits.dtype)
+def attend(
+    logits: Float[Array, "B H L L"], allowed: Bool[Array, "B 1 M L"], values: Float[Array, "B L H e"], drop: Callable
+) -> Float[Array, "B L H e"]:
+    """drop(softmax of the logits of what each token may look at, or of all where that is nothing) values, in float32.
+
+    Divided by the softmax's sum at last, where there is less to divide, and to keep for the gradient.
+    """
+    logits = logits.astype(jnp.float32) + jnp.where(allowed, 0.0, MASKED)  # a sum's gradient needs no mask
+    shares = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+    total = jnp.moveaxis(shares.sum(-1), 1, 2)[..., None]  # [B, L, H, 1], 1 or more
+    return (jnp.einsum("bhij,bjhd->bihd", drop(shares.astype(values.dtype)), values) / total).astype(values.dtype)
 
 
 class Layer(nn.Module):
@@ -268,8 +286,8 @@ class Layer(nn.Module):
         else:
             logits, values = self.disentangled_scores(x, relative, train)
             allowed = there[:, None, :, None] & there[:, None, None, :]
-        shares = nn.Dropout(c.attention_probs_dropout_prob)(attention_shares(logits, allowed), deterministic=not train)
-        attended = jnp.einsum("bhij,bjhd->bihd", shares, values).reshape(x.shape)
+        drop_shares = functools.partial(nn.Dropout(c.attention_probs_dropout_prob), deterministic=not train)
+        attended = attend(logits, allowed, values, drop_shares).reshape(x.shape)
         attended = drop(dense(c, c.hidden_size, "attention_output")(attended), deterministic=not train)
         h = norm(c, "attention_norm")(x + attended)
         y = dense(c, c.hidden_size, "output")(gelu(dense(c, c.intermediate_size, "intermediate")(h)))
@@ -282,7 +300,7 @@ class Layer(nn.Module):
             dense(c, c.hidden_size, name)(x).reshape(*x.shape[:2], c.num_attention_heads, -1)
             for name in ("query", "key", "value")
         )
-        return jnp.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(query.shape[-1]), value
+        return jnp.einsum("bihd,bjhd->bhij", query / math.sqrt(query.shape[-1]), key), value
 
     def disentangled_scores(
         self, x: Float[Array, "B L d"], relative: Float[Array, "R d"], train: bool
