@@ -517,7 +517,7 @@ def test_grams_of_training_are_those_of_a_pass_of_their_own():
     """Where training moves nothing: without dropout and at rate 0. Recomputed layers show what they read too."""
     backbone, variables = small("roberta", dropout=0.0, remat=True), drawn("roberta")
     examples = Examples(tokens(5), jnp.zeros(5, jnp.int32), jnp.arange(5) < 4, jnp.zeros(5, jnp.int32))
-    rules = (fdg.aggregators.mean(), fdg.aggregators.hfedatm())
+    rules = (fdg.aggregators.mean(), fdg.aggregators.hfedatm(regmean_scope="all_dense"))
     received = Received(variables, (), (), (), 0, variables)
 
     @jax.jit
@@ -553,7 +553,7 @@ def test_rounds_train(federation):
     """Stations average, the server merges by RegMean: every leaf moves, and an encoder learns which tokens matter."""
     backbone = small("deberta", num_classes=2, dropout=0.0, intermediate_size=8)  # few shapes to solve for
     algorithm = fedavg(optimizer=lambda client_lr: optax.adam(0.02))
-    rules = {"to_station": fdg.aggregators.mean(), "to_server": fdg.aggregators.hfedatm()}
+    rules = {"to_station": fdg.aggregators.mean(), "to_server": fdg.aggregators.hfedatm(regmean_scope="all_dense")}
     round_fn = fdg.make_round(backbone, algorithm, federation.topology, **rules)
     state = round_fn.init(jax.random.key(0))
     start = leaves_of(jax.device_get(state.variables))
@@ -580,7 +580,7 @@ def test_memory_and_traffic_of_text_are_foreseen():
     topology = Topology(2, 2, batch_size=64)
     assert client_bytes(recomputed, fedavg(), topology) < client_bytes(kept, fedavg(), topology)
     start = jax.eval_shape(lambda key: fedavg().init(kept, kept.init(key), key), jax.random.key(0))
-    sent = messages(kept, fedavg(), (fdg.aggregators.mean(), fdg.aggregators.hfedatm()), start)
+    sent = messages(kept, fedavg(), (fdg.aggregators.mean(), fdg.aggregators.hfedatm(regmean_scope="all_dense")), start)
     layers = set(kept.dense_layers(start.variables).values())
     assert sent.to_server.keys() == layers and len(layers) == 2 * 4 + 2
 
