@@ -1,7 +1,7 @@
 """Training steps of text networks against the same networks in PyTorch: tokens a second.
 
 command:  python experiments/benchmarks/text.py [--nets roberta_tiny,minilm] [--variants sgd,adam]    (``pip install torch``)
-cost:     about 5 minutes and 4 GB of memory on 2 idle CPU cores; with roberta_base among the nets 10 more and 10 GB
+cost:     about 5 minutes on 2 CPU cores; with ``roberta_base`` among the nets about 3 more a variant, and 6 GB of memory
 
 Work: a client's local training (``local.train``: one pass over its examples in batches, FedAvg) of ``roberta_tiny`` (batches
 of 32), a BERT of MiniLM's size (8) and ``roberta_base`` (4), on random texts of 32 to 64 tokens, padded to 64. Variants: SGD

@@ -28,7 +28,8 @@ def roberta(
     (input_ids, attention_mask). ``config``: a folder of the model hub, its ``config.json``, or a record;
     ``weights.load(backbone, folder)`` then reads the weights. ``dropout``: of all layers, instead of the configuration's.
     ``freeze_encoder`` keeps the encoder as it is and in evaluation mode, and only the classifier trains. ``remat`` keeps of
-    each layer only its input for the backward pass, and computes the rest anew: less memory, a third more time.
+    each layer only its input for the backward pass, and computes the rest anew: less memory, a third more time. (Not on CPU,
+    where XLA's default schedule computes anew too early: no less memory; a model's own is what counts there.)
 
     RoBERTa's positions start behind its pad token's row (at 2), and pad tokens are recognised by their id; BERT's start
     at 0. Both are post-norm with the error function's GELU. Raises ``ValueError`` for another ``model_type``, a
