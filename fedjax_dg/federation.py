@@ -98,7 +98,7 @@ class Federation:
 
     def counts(self) -> Int[np.ndarray, "S C G"]:
         """Real examples of each client by domain."""
-        domain, mask = np.asarray(self.domain), np.asarray(self.mask)
+        domain, mask = sharding.fetch((self.domain, self.mask))
         return np.stack([((domain == g) & mask).sum(-1) for g in range(len(self.domain_names))], axis=-1)
 
 

@@ -278,7 +278,8 @@ def check_fit(round_fn: Round, federation: Federation) -> None:
             f"{federation.clients.inputs.shape[3:]}: choose another backbone or resize the images."
         )
     if (size := round_fn.backbone.vocab_size) is not None:
-        largest = -1 if federation.source is not None else int(federation.clients.inputs.max())
+        ids = federation.clients.inputs
+        largest = -1 if federation.source is not None else int(sharding.fetch(ids).max())
         if largest >= size:
             raise ValueError(
                 f"The data set has token {largest}, but the backbone has only {size}, from 0: give it vocab_size="

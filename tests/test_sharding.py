@@ -258,7 +258,7 @@ def test_no_cpu_devices(capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run(tmp_path):
+def test_two_processes_are_one_run(tmp_path, full_optimization):
     """The same table and model as one process with as many devices; the second process writes nothing; and it resumes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
