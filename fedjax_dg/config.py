@@ -413,7 +413,7 @@ def build_station_aggregator(config: RunConfig) -> Aggregator:
 
 def _build_rule(config: RunConfig, name: str, weighting: str) -> Aggregator:
     given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)}
-    if name in _with("regmean_scope"):
+    if config.regmean_scope is not None and name in _with("regmean_scope"):
         given["regmean_scope"] = config.regmean_scope
     return AGGREGATORS[name](**given, weighting=weighting, bn_pool=pooling(config))
 

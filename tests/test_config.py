@@ -87,7 +87,7 @@ def test_a_file_gives_its_options_and_leaves_the_others(toml):
 def test_options_on_the_command_line_win_over_the_file(toml, capsys, monkeypatch):
     resolved = []
 
-    def stop(config, devices, workers):
+    def stop(config, devices, workers, report):
         resolved.append(config)
         raise ValueError("stop here.")
 
