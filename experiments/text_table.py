@@ -3,7 +3,7 @@
 command:  python experiments/text_table.py --data-dir D --pretrained M [--regimes scratch frozen finetuned] [other options]
           M is a folder of MiniLM, or another BERT, with its weights and tokenizer; the README says how to get one
           other options are those of `fedjax-dg run`, such as --rounds 1 --seeds 1; TF-IDF needs scikit-learn
-cost:     72 cells for each regime; on two cores some 40 minutes (scratch), 20 (frozen), an hour (finetuned); can be killed
+cost:     72 cells for each regime; on two cores half an hour each; can be killed
           and started again, finished cells are kept
 data:     VADER's sentences, four domains (text_<regime>.toml say how many of them)
 written:  OUT/<regime>/<method>/ (run folders) and OUT/table.md, as experiments/results/text_table_vader.md was
