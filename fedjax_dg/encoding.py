@@ -30,7 +30,7 @@ def encode(
 ) -> Float[np.ndarray, "M d"]:
     """The last layer's state of every text's first token, in evaluation mode: what the classifier reads (``on_encoded``).
 
-    Texts are passed in order of their lengths and cut to the longest of a pass, so short ones cost little. ``variables``
+    Texts are passed in order of their lengths and cut to one of few lengths, so short ones cost little. ``variables``
     may lack the classifier. ``report(done, total)`` is told of progress, in texts.
     """
     first = jax.jit(lambda variables, ids: backbone.hidden_states(variables, ids)[:, 0])
@@ -39,9 +39,8 @@ def encode(
     out = np.empty((len(inputs), backbone.num_features), np.float32)
     done = 0
     while done < len(order):
-        # as many as fit if all are as long as the longest of them
-        cut = lambda row: min(-(-max(int(lengths[row]), 1) // STEP) * STEP, inputs.shape[1])
-        length = cut(order[done])
+        # the shortest that is left, rounded up, and as many more as are no longer than that
+        length = min(-(-max(int(lengths[order[done]]), 1) // STEP) * STEP, inputs.shape[1])
         size = max(PASS_TOKENS // length, 1)
         rows = order[done : done + size]
         rows = rows[lengths[rows] <= length]

@@ -36,7 +36,7 @@ from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
 from fedjax_dg.estimate import fits, num_bytes
 from fedjax_dg.evaluate import is_better
-from fedjax_dg.federation import Deal, Federation, alike, deal, place, validation_share
+from fedjax_dg.federation import Deal, Federation, deal, in_fewer_shapes, place, validation_share
 from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, message_shapes, run_blocks
@@ -151,7 +151,7 @@ def resolve(
         for held_out in held_outs
         for seed in range(config.seeds)
     }
-    deals = alike(deals)
+    deals = in_fewer_shapes(deals)
     # seed by seed, and the rules of a pair next to each other: an interrupted table is still paired
     cells = [
         Cell(config.algorithm, rule, held_out, seed)

@@ -205,7 +205,7 @@ def deal(
     return Deal(held, places.astype(np.int32), judged, unseen, topology, held_out)
 
 
-def alike(deals: Mapping[Any, Deal], slack: float = 0.1) -> dict[Any, Deal]:
+def in_fewer_shapes(deals: Mapping[Any, Deal], slack: float = 0.1) -> dict[Any, Deal]:
     """The same deals, padded to fewer shapes, to share programs: a size within ``slack`` below another takes it."""
 
     def shared(sizes: Iterable[int]) -> dict[int, int]:

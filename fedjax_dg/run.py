@@ -279,7 +279,7 @@ def check_fit(round_fn: Round, federation: Federation) -> None:
         )
     if (size := round_fn.backbone.vocab_size) is not None:
         ids = federation.clients.inputs
-        largest = -1 if federation.source is not None else int(sharding.fetch(ids).max())
+        largest = -1 if federation.source is not None else int(sharding.fetch(ids.max(-1)).max())
         if largest >= size:
             raise ValueError(
                 f"The data set has token {largest}, but the backbone has only {size}, from 0: give it vocab_size="

@@ -142,7 +142,7 @@ def _feed(source, done, rounds, eval_every, key, mesh, workers) -> Generator[Any
 def _examples(domains, rows: np.ndarray, inputs: np.ndarray) -> Examples:
     real = rows >= 0
     of = lambda values: np.where(real, values[np.maximum(rows, 0)], 0).astype(values.dtype)
-    return Examples(inputs, of(domains.labels), real, of(domains.domain))  # type: ignore
+    return Examples(inputs, of(domains.labels), real, of(domains.domain))  # type: ignore  # numpy's, until they are placed
 
 
 def _gather(reading: Iterator[np.ndarray], rows: np.ndarray, inputs) -> np.ndarray:
@@ -200,7 +200,7 @@ def shapes(federation: Federation, mesh: sharding.Mesh | None = None) -> Drawn:
         shape((*rows, *x.shape[1:]), x.dtype) for x in (domains.inputs, domains.labels, domains.domain)
     )
     plan = jax.tree.map(lambda x: shape(x.shape, x.dtype), plan)
-    return Drawn(Examples(inputs, labels, shape(rows, bool), domain), plan, ids)  # type: ignore
+    return Drawn(Examples(inputs, labels, shape(rows, bool), domain), plan, ids)  # type: ignore  # shapes, no arrays
 
 
 def largest(federation: Federation) -> tuple[Examples, Batches]:

@@ -8,7 +8,7 @@ from tiny import tiny_backbone, tiny_domains, tiny_federation
 
 from fedjax_dg import algorithms, federate, make_round
 from fedjax_dg.datasets import Domains
-from fedjax_dg.federation import alike, deal, place
+from fedjax_dg.federation import deal, in_fewer_shapes, place
 from fedjax_dg.run import check_fit
 from fedjax_dg.splits import at_random
 from fedjax_dg.types import Topology
@@ -328,7 +328,7 @@ def test_deals_are_padded_to_fewer_shapes():
         )
 
     deals = {i: dealt(*size) for i, size in enumerate(sizes)}
-    padded = alike(deals)
+    padded = in_fewer_shapes(deals)
     assert [d.held.shape[-1] for d in padded.values()] == [100, 100, 89, 80]
     assert [len(d.judged) for d in padded.values()] == [len(d.unseen) for d in padded.values()] == [30, 11, 11, 3]
     for i, (places, judged) in enumerate(sizes):
@@ -338,4 +338,4 @@ def test_deals_are_padded_to_fewer_shapes():
         assert padded[i].unseen.sum() == judged
     placed = place(data, padded[2])
     assert placed.evaluation.examples.mask.tolist() == [True] * 10 + [False]
-    assert alike({0: deals[3]})[0].held.shape == deals[3].held.shape
+    assert in_fewer_shapes({0: deals[3]})[0].held.shape == deals[3].held.shape

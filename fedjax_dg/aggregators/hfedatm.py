@@ -64,7 +64,7 @@ def hfedatm(
     ``alpha`` is the shrinkage of the Grams, ``ridge`` the pull towards the mean, ``epsilon`` Sinkhorn's regularisation in
     standard deviations of the cost; all three are traced. ``fot=False`` or ``regmean=False`` leaves a part out (both: a
     weighted mean). ``regmean_scope``: which dense layers RegMean merges: ``head``, those of the classifier; ``all_dense``;
-    ``none``; None leaves it to the network, of texts ``head`` (a Gram for every layer of RoBERTa-base is 513 MiB a client),
+    ``none``; None leaves it to the network, of texts ``head`` (all Grams of RoBERTa-base are 518 MiB a client),
     of images ``all_dense``. All other leaves, embeddings and norms among them, are averaged. Networks without convolutions
     have nothing that FOT could align.
     ``matching``, ``propagate``, ``cost``, ``assignment``, ``soft``, ``align_dense``: see ``align``.
@@ -137,9 +137,8 @@ def hfedatm(
 
     def measure(backbone, start, variables, examples, key, seen):
         if gram_at == "training":
-            mine = {
-                layer: x for layer, x in seen.inputs.items() if merges(backbone, layer)
-            }  # another rule may watch too
+            # the other tier's rule may watch more
+            mine = {layer: x for layer, x in seen.inputs.items() if merges(backbone, layer)}
             return finish(statistics_of(backbone, mine, seen.mask, form))
         return finish(measure_grams(backbone, variables, examples, form, regmean_scope))
 
