@@ -167,7 +167,8 @@ def _draw_rule(figure: Any, rule: str, records: list[dict], colormaps: Any) -> N
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if not layers:
-            axes.text(0.5, 0.5, "switched off", ha="center", va="center", transform=axes.transAxes)
+            why = "nothing to align" if kind in records[-1]["merge"] else "switched off"  # no convolutions, in texts
+            axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes)
             continue
         axes.legend(fontsize=7, ncols=2)
         if scale == "log":

@@ -42,8 +42,15 @@ def test_the_figure_has_every_layer_and_what_was_uploaded(run):
 
 
 def test_parts_that_were_switched_off_say_so(run):
-    _, svg = plot_alignment(run(record(1, fot={}, outputs_moved=[0.0, 0.0])))
+    without = record(1)
+    del without["merge"]["fot"], without["merge"]["outputs_moved"]
+    _, svg = plot_alignment(run(without))
     assert svg.read_text().count("<!-- switched off -->") == 2
+
+
+def test_a_network_without_filters_says_so(run):
+    _, svg = plot_alignment(run(record(1, fot={}, outputs_moved=[0.0, 0.0])))
+    assert svg.read_text().count("<!-- nothing to align -->") == 2
 
 
 def test_several_rules_are_drawn_below_each_other(run):
