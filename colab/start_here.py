@@ -100,9 +100,7 @@ labels = domains.labels[domains.domain == domains.domain_names.index("fluent_mon
 print(f"{'server rule':<12} {'round':>5} {'sources, %':>11} {'held out, %':>12}")
 for name, history in histories.items():
     best = max(history, key=lambda record: record["source_accuracy"])
-    print(
-        f"{name:<12} {best['round']:>5} {100 * best['source_accuracy']:>11.1f} {100 * best['accuracy']:>12.1f}"
-    )
+    print(f"{name:<12} {best['round']:>5} {100 * best['source_accuracy']:>11.1f} {100 * best['accuracy']:>12.1f}")
 print(f"always answering the commonest class: {100 * np.bincount(labels).max() / len(labels):.1f} %")
 
 # %%

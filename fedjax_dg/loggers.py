@@ -302,7 +302,7 @@ def _known(path: Path) -> dict[str, str]:
 def _settings(folder: Path, cell: Cell) -> dict[str, Any]:
     """The run's configuration, where it has one, and which cell this is."""
     path = folder / "config.json"
-    return (read_json(path) if path.exists() else {}) | cell._asdict()
+    return (read_json(path) if path.exists() else {}) | cell.as_record()
 
 
 def _parts(items: list, size: int) -> list[list]:

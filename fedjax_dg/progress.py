@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -77,9 +77,10 @@ class CountBar:
 class ProgressBars:
     """Context: bars, or a line per finished cell; gives the ``report`` of ``run_grid``."""
 
-    def __init__(self, console: Console, grid: Grid):
-        self.console, self.rounds = console, grid.config.rounds
-        self.total = len(grid.cells) * grid.config.rounds
+    def __init__(self, console: Console, grids: Sequence[Grid]):
+        self.console = console
+        self.rounds = {cell: grid.config.rounds for grid in grids for cell in grid.cells}
+        self.total = sum(self.rounds.values())
         self.tasks: dict[Cell, TaskID] = {}
         self.stages: dict[tuple[Cell, str], TaskID] = {}
         self.bars = Progress(
@@ -105,7 +106,10 @@ class ProgressBars:
             self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
         elif event == "start":
             name = f"{cell.aggregator}, {cell.held_out}, seed {cell.seed}"
-            self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, unit="round", scores="")
+            name += "".join(f", {option}={value}" for option, value in cell.setting)
+            self.tasks[cell] = self.bars.add_task(
+                name, total=self.rounds[cell], completed=value, unit="round", scores=""
+            )
             self.bars.advance(self.all, value)
         elif event == "stage":
             name, done, blocks, numbers = value

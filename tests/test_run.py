@@ -622,7 +622,7 @@ def test_bars_on_a_terminal():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120, color_system=None)
     cell = Cell("fedavg", "mean", "noto", 1)
-    bars = ProgressBars(console, Grid(RunConfig(rounds=4), None, None, {}, [cell], {}))
+    bars = ProgressBars(console, [Grid(RunConfig(rounds=4), None, None, {}, [cell], {})])
     with bars as report:
         report("compiled", cell, 2.0)
         report("start", cell, 1)
