@@ -34,7 +34,6 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-import jax.numpy as jnp
 import numpy as np
 
 import fedjax_dg as fdg
@@ -76,7 +75,7 @@ federation, round_fn, state, history = train(mesh)
 # %%
 images = federation.clients.inputs  # [stations, clients, examples, height, width, channels]
 for part in images.addressable_shards:
-    stations, clients = (range(*index.indices(size)) for index, size in zip(part.index, images.shape))
+    stations, clients = (range(*part.index[axis].indices(images.shape[axis])) for axis in (0, 1))
     print(f"{part.device}: stations {list(stations)}, clients {list(clients)}, {part.data.nbytes / 2**20:.1f} MiB")
 
 # %% [markdown]

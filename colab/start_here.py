@@ -118,8 +118,8 @@ left.legend()
 plt.show()
 
 # %% [markdown]
-# One seed and eight rounds decide nothing: seeds differ by more than the two rules do. The whole comparison, with three seeds,
-# intervals and a folder that can be resumed, is one command:
+# One seed and eight rounds decide nothing: seeds differ by more than the two rules do. The whole comparison, with
+# three seeds, intervals and a folder that can be resumed, is one command:
 #
 # ```
 # fedjax-dg run --held-out all

@@ -119,8 +119,8 @@ axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The penalty makes the model less sure of itself on a style that it has never seen; whether it is also right more often takes
-# more seeds and rounds than these to say.
+# The penalty makes the model less sure of itself on a style that it has never seen; whether it is also right more often
+# takes more seeds and rounds than these to say.
 #
 # To keep it: put the method into `fedjax_dg/algorithms/confidence_penalty.py` and its name into `ALGORITHMS`. Then it is on
 # the command line (`--algorithm confidence_penalty --set strength=0.2`), and `tests/contract` runs over it: padding is never
