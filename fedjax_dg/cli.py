@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fedjax_dg import datasets, estimate, sharding, stream, tables
-from fedjax_dg import sweep as sweeps
 from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
 from fedjax_dg.config import (
@@ -50,6 +49,7 @@ from fedjax_dg.experiment import (
 )
 from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
 from fedjax_dg.results import Cell, RunFolder, identity
+from fedjax_dg.sweep import grids_of, is_sweep, product, read_sweep
 from fedjax_dg.traffic import Traffic, as_json, traffic_of
 
 #: Problems that ``data check`` prints, and classes that its table has columns for.
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         given = _fields(read_toml(path)) if (path := _config_path(arguments)) else {}
 
         def run(run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(**given)) -> int:
-            if path is not None and sweeps.is_sweep(path):
+            if path is not None and is_sweep(path):
                 raise ValueError(f"{path} has [sweep] tables: give it to fedjax-dg sweep.")
             return run_command(run, console)
 
@@ -150,8 +150,8 @@ def run_command(options: RunOptions, console: Console) -> int:
     with _Counter(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
         if isinstance(options, SweepOptions):
             assert options.config is not None
-            settings = sweeps.product(config=config, **sweeps.read_sweep(options.config))
-            grids = sweeps.grids_of(config, settings, devices, options.workers, report)
+            settings = product(config=config, **read_sweep(options.config))
+            grids = grids_of(config, settings, devices, options.workers, report)
         else:
             grids = [resolve(config, devices, options.workers, report)]
     for notice in dict.fromkeys(notice for grid in grids for notice in grid.notices):
