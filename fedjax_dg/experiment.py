@@ -272,11 +272,11 @@ def rounds_of(grid: Grid, aggregator: str, together: bool = False) -> Rounds:
     """The configuration's rounds with one server rule, for any hyper-parameters; checked against the federation."""
     config, sizes = grid.config, sizes_of(grid)
 
-    def make(numbers: Numbers) -> Round:
+    def make(numbers: Numbers, like: Round | None) -> Round:
         to_server = build_aggregator(config, aggregator, numbers.server)
         to_station = build_station_aggregator(config, numbers.station)
         algorithm = build_algorithm(config, numbers.algorithm, **sizes)
-        return make_round(grid.backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
+        return make_round(grid.backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh, like=like)
 
     if (augment := AUGMENTS[config.augment]) is not None:  # raises now what it would raise while the round is traced
         inputs = grid.domains.inputs

@@ -60,7 +60,7 @@ class Round:
 class Rounds:
     """Rounds that differ in numbers alone, as one program; ``over_numbers`` makes it. Its parts take the numbers first."""
 
-    make: Callable[[PyTree], Round]
+    make: Callable[[PyTree, Round | None], Round]
     like: Round  # one of them, for what all have in common
     init: Any  # jitted (numbers, key, variables=None)
     block: Any  # jitted (numbers, state, data, key, length); consumes ``state``
@@ -69,7 +69,7 @@ class Rounds:
     def at(self, numbers: PyTree) -> Round:
         """The round with these numbers, which runs the common program."""
         return dataclasses.replace(
-            self.make(numbers),
+            self.make(numbers, self.like),
             init=functools.partial(self.init, numbers),
             block=functools.partial(self.block, numbers),
             evaluate=functools.partial(self.evaluate, numbers),
@@ -88,6 +88,7 @@ def make_round(
     to_station: Aggregator | None = None,
     chunk: int | None = None,
     mesh: sharding.Mesh | None = None,
+    like: Round | None = None,
 ) -> Round:
     """What clients do, how stations and the server merge (``mean()`` by default), and the sizes: a round.
 
@@ -95,13 +96,17 @@ def make_round(
     ``estimate.choose_chunk``. ``mesh``: devices to spread over (``sharding.mesh_for``), each with its own clients; the
     federation must be placed on the same. Keep the result and use it for every seed: its compiled program is kept with
     it. ``init(key)`` draws the start of a run; ``init(key, variables)`` starts from given (pretrained) ones of
-    ``backbone``, and draws only what they lack (see ``Backbone.starts``).
+    ``backbone``, and draws only what they lack (see ``Backbone.starts``). ``like``: a round that differs in
+    hyper-parameters alone, so that what was checked and chosen for it holds.
     """
     check_epochs(algorithm, topology)
     to_server, to_station = (algorithm.merging(rule or mean()) for rule in (to_server, to_station))
     backbone = algorithm.adapt(backbone)
-    for rule in (to_station, to_server):
-        check_rule(backbone, rule)
+    if like is not None:
+        chunk = like.chunk
+    else:
+        for rule in (to_station, to_server):
+            check_rule(backbone, rule)
     if chunk is None:
         chunk = choose_chunk(backbone, algorithm, topology, mesh.size if mesh else 1)
     plain_step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
@@ -149,24 +154,25 @@ def make_round(
     )
 
 
-def over_numbers(make: Callable[[PyTree], Round], numbers: PyTree, together: bool = False) -> Rounds:
-    """The rounds ``make(numbers)`` as one program, for any numbers of the same structure: hyper-parameters.
+def over_numbers(make: Callable[[PyTree, Round | None], Round], numbers: PyTree, together: bool = False) -> Rounds:
+    """The rounds ``make(numbers, like)`` as one program, for any numbers of the same structure: hyper-parameters.
 
-    ``together``: ``block`` and ``evaluate`` take several at once, numbers and states [T, ...] (a vmap); data and keys are
-    common to them, so what does not depend on the numbers, such as the draw of the batches, is computed once.
+    ``like``: see ``make_round``; None at first. ``together``: ``block`` and ``evaluate`` take several at once, numbers and
+    states [T, ...] (a vmap); data and keys are common to them, so what does not depend on the numbers, such as the draw of
+    the batches, is computed once.
     """
-    like = make(numbers)
+    like = make(numbers, None)
     placed = sharding.of_state(like.mesh)
 
     def init(numbers, key, variables=None):
-        return make(numbers).init(key, variables)
+        return make(numbers, like).init(key, variables)
 
     def block(numbers, state, data, key, length):
-        one = lambda numbers, state: make(numbers).block(state, data, key, length=length)
+        one = lambda numbers, state: make(numbers, like).block(state, data, key, length=length)
         return (jax.vmap(one) if together else one)(numbers, state)
 
     def judge(numbers, variables, data, key, num_domains, start=0):
-        one = lambda numbers, variables: make(numbers).evaluate(variables, data, key, num_domains, start)
+        one = lambda numbers, variables: make(numbers, like).evaluate(variables, data, key, num_domains, start)
         return (jax.vmap(one) if together else one)(numbers, variables)
 
     return Rounds(

@@ -54,7 +54,7 @@ def load(run: str | Path) -> Results:
     if not (folder / "result.json").exists():
         raise ValueError(f"{run} has no result.json: give the folder of a run that has finished at least one cell.")
     result = read_json(folder / "result.json")
-    planned: Any = read_json(folder / "cells.json") if (folder / "cells.json").exists() else []
+    planned = read_json(folder / "cells.json")["cells"] if (folder / "cells.json").exists() else []
     curves: dict[Cell, list[dict[str, Any]]] = {}
     for record in read_metrics(folder) if (folder / "metrics.jsonl").exists() else ():
         if "accuracy" in record:
