@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,11 +16,10 @@ import numpy as np
 import tyro
 from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from fedjax_dg import datasets, estimate, sharding, stream, tables
+from fedjax_dg import datasets, estimate, loggers, sharding, stream, tables
 from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
 from fedjax_dg.config import (
@@ -48,7 +46,8 @@ from fedjax_dg.experiment import (
     run_grid,
 )
 from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
-from fedjax_dg.results import Cell, RunFolder, identity
+from fedjax_dg.progress import CountBar, ProgressBars, shows_bars
+from fedjax_dg.results import RunFolder, identity
 from fedjax_dg.sweep import grids_of, is_sweep, product, read_sweep
 from fedjax_dg.traffic import Traffic, as_json, traffic_of
 
@@ -82,6 +81,8 @@ class RunOptions(RunConfig):
     """Processes that decode images; 0 = threads of this one."""
     cpu_devices: int = 1
     """Spread every cell over this many CPU devices, instead of training several cells at a time."""
+    log: str | None = None
+    """Loggers beside metrics.jsonl, comma separated: tensorboard, wandb, mlflow; they write into the run folder."""
     distributed: bool = False
     """Spread every cell over the processes of a Slurm job, a TPU slice, or as JAX_COORDINATOR_ADDRESS and others say."""
 
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     keep_programs()
     console = Console()
-    if not console.is_terminal:
+    if not shows_bars(console):
         console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
     try:
         given = _fields(read_toml(path)) if (path := _config_path(arguments)) else {}
@@ -143,11 +144,12 @@ def run_command(options: RunOptions, console: Console) -> int:
     for name, value in (("jobs", options.jobs), ("at_once", at_once)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} is not positive: give 1 or more.")
+    logs = loggers.chosen(names(options.log or ""))
     devices = start_devices(options.cpu_devices, options.distributed)
     if not sharding.is_first():
         console.quiet = True
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
-    with _Counter(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
+    with CountBar(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
         if isinstance(options, SweepOptions):
             assert options.config is not None
             settings = product(config=config, **read_sweep(options.config))
@@ -165,7 +167,7 @@ def run_command(options: RunOptions, console: Console) -> int:
     kind = "sweep-" if isinstance(options, SweepOptions) else ""
     out = options.out or f"runs/{kind}{config.dataset}-{config.algorithm}-{config.held_out}"
     folder = RunFolder(Path(out), config, options.resume, options.overwrite)
-    with ProgressBars(console, grids) as report:
+    with ProgressBars(console, grids) as bars, loggers.opened(logs, folder.path, bars, console.print) as report:
         cells, failed = run_grid(grids, folder, report, options.jobs, at_once)
     if cells:
         console.print(tables.render([folder.path]), highlight=False, markup=False, end="")
@@ -314,7 +316,7 @@ def _data_command(console: Console):
 
 def check_data(options: DataCheck, console: Console) -> int:
     """``fedjax-dg data check``."""
-    with _Counter(console, f"checking {options.name}", quiet=options.json) as report:
+    with CountBar(console, f"checking {options.name}", quiet=options.json) as report:
         found = check_files(options.name, options.data_dir, options.workers, report)
     if options.json:
         console.print_json(json.dumps(found._asdict() | {"ok": found.ok}))
@@ -360,35 +362,10 @@ def prepare_data(options: DataPrepare, console: Console) -> int:
     if options.out is None:
         raise ValueError("No folder to write is given: name it with --out.")
     settings = {name: getattr(options, name) for name in ("format", "image_size", "workers", "overwrite")}
-    with _Counter(console, f"preparing {options.name}") as report:
+    with CountBar(console, f"preparing {options.name}") as report:
         out = prepare(options.name, options.data_dir, options.out, report=report, **settings)
     console.print(f"Wrote {out}: give it as --data-dir.", highlight=False, soft_wrap=True, markup=False)
     return 0
-
-
-class _Counter:
-    """Context: a bar on a terminal, some lines elsewhere; gives a ``report`` of how many of how many are done."""
-
-    def __init__(self, console: Console, what: str, quiet: bool = False, unit: str = "images"):
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self.bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
-        self.console, self.what, self.unit, self.printed = console, what, unit, 0
-        self.lines = not quiet and not console.is_terminal
-
-    def __enter__(self):
-        self.bar.start()
-        self.task = self.bar.add_task(self.what, total=None)
-        return self.report
-
-    def __exit__(self, *exception):
-        self.bar.stop()
-
-    def report(self, done: int, total: int) -> None:
-        self.bar.update(self.task, completed=done, total=total)
-        tenth = 10 * done // max(total, 1)
-        if self.lines and tenth > self.printed:
-            self.printed = tenth
-            self.console.print(f"{self.what}: {done:,} of {total:,} {self.unit}", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -527,71 +504,6 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
                 f"Time with {name}: about {took.round:.3g} s a round, {took.run:.3g} s for its {cells} cells, {jobs} at a "
                 "time (from one client's part; without the server's)"
             )
-
-
-class ProgressBars:
-    """Context: bars on a terminal, a line per finished cell elsewhere; gives the ``report`` of ``run_grid``."""
-
-    def __init__(self, console: Console, grids: Sequence[Grid]):
-        self.console = console
-        self.rounds = {cell: grid.config.rounds for grid in grids for cell in grid.cells}
-        self.total = sum(self.rounds.values())
-        self.tasks: dict[Cell, TaskID] = {}
-        self.stages: dict[tuple[Cell, str], TaskID] = {}
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[unit]} {task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[scores]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self):
-        self.bars.start()
-        self.all = self.bars.add_task("all cells", total=self.total, unit="round", scores="")
-        return self.report
-
-    def __exit__(self, *exception):
-        self.bars.stop()
-
-    def report(self, event: str, cell: Cell, value) -> None:
-        if event == "compiled":
-            self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
-        elif event == "start":
-            name = f"{cell.aggregator}, {cell.held_out}, seed {cell.seed}"
-            name += f", {tables.setting_text(dict(cell.setting))}" if cell.setting else ""
-            self.tasks[cell] = self.bars.add_task(
-                name, total=self.rounds[cell], completed=value, unit="round", scores=""
-            )
-            self.bars.advance(self.all, value)
-        elif event == "stage":
-            name, done, blocks, numbers = value
-            text = "  ".join(f"{key.replace('_', ' ')} {number:.3f}" for key, number in numbers.items())
-            if (cell, name) not in self.stages:
-                title = f"{cell.held_out}, seed {cell.seed}: {name}"
-                self.stages[cell, name] = self.bars.add_task(title, total=blocks, unit="part", scores="")
-            self.bars.update(self.stages[cell, name], completed=done, scores=text)
-            if done == blocks:
-                self.bars.remove_task(self.stages.pop((cell, name)))
-                self.console.print(f"{cell.name}: {name} done  {text}", highlight=False)
-        elif event == "record":
-            text = f"loss {value['train_loss']:.3f}  held-out {100 * value['accuracy']:.1f} %"
-            step = value["round"] - self.bars.tasks[self.bars.task_ids.index(self.tasks[cell])].completed
-            self.bars.update(self.tasks[cell], completed=value["round"], scores=text)
-            self.bars.advance(self.all, step)
-        elif event == "done":
-            self.bars.remove_task(self.tasks.pop(cell))
-            self.console.print(
-                f"{cell.name}: held-out {100 * value['accuracy']:.1f} %, source {100 * value['source_accuracy']:.1f} % "
-                f"(round {value['selected_round']} of {value['rounds']}, by {value['selection']}), "
-                f"{value['seconds']:.1f} s",
-                highlight=False,
-            )
-        elif event == "failed":
-            self.bars.remove_task(self.tasks.pop(cell))
-            self.console.print(f"{cell.name}: stopped. {value}", highlight=False)
 
 
 def _config(options: RunOptions) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.estimate import choose_chunk
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
+from fedjax_dg.progress import round_bar
 from fedjax_dg.round import make_step
 from fedjax_dg.types import (
     Aggregator,
@@ -342,16 +344,21 @@ def run(
     *,
     eval_every: int = 1,
     workers: int = 0,
+    progress: bool = False,
 ) -> tuple[ServerState, list[dict[str, Any]]]:
     """Run ``rounds`` rounds; the last state, and a record of plain numbers for every evaluated round.
 
-    ``state`` is consumed (its buffers are donated). For checkpoints and model selection use ``run_blocks`` or the
+    ``state`` is consumed (its buffers are donated). ``progress``: show a bar, also in notebooks, or lines where there is
+    no terminal. For checkpoints and model selection use ``run_blocks`` or the
     command line. Raises as ``run_blocks`` does.
     """
     history = []
-    for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
-        state = reached.state
-        history.append(reached.record)
+    shown = round_bar(rounds, int(state.round)) if progress else contextlib.nullcontext(lambda record: None)
+    with shown as report:
+        for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
+            state = reached.state
+            history.append(reached.record)
+            report(reached.record)
     return state, history
 
 
