@@ -31,6 +31,7 @@ from fedjax_dg.config import (
 )
 from fedjax_dg.experiment import (
     Grid,
+    check_at_once,
     compile_block,
     default_jobs,
     majority_share,
@@ -145,6 +146,7 @@ def run_command(options: RunOptions, console: Console) -> int:
             grids = grids_of(config, settings, devices, options.workers, report)
         else:
             grids = [resolve(config, devices, options.workers, report)]
+    check_at_once(grids, at_once)
     for notice in dict.fromkeys(notice for grid in grids for notice in grid.notices):
         console.print(notice, highlight=False)
     rounds = [{name: rounds_of(grid, name) for name in names(grid.config.aggregator)} for grid in grids]
