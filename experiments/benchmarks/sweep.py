@@ -3,11 +3,11 @@
 command:  python experiments/benchmarks/sweep.py [--rounds 3] [--at-once 1 4 16] [--alone 16] [--out DIR]
 cost:     about 12 minutes on 2 CPU cores
 
-Work: HFedATM on emoji styles, the demo's federation (10 x 10 clients, 5 station rounds), 4 step sizes x 4 alphas x 3 seeds = 48
-cells of --rounds rounds. Every command is a process of its own that starts with the compiled programs of the one before it
-(``~/.cache``), as a user's would; with --cold it starts with none. --alone N runs N of the 16 settings alone, three seeds each,
-and says what all would take. What is printed: programs compiled, seconds, the ratio to the sweep of the first --at-once, and how
-far losses and accuracies of the same cell are apart.
+Work: HFedATM on emoji styles, the demo's federation (10 x 10 clients, 5 station rounds), 4 step sizes x 4 alphas x 3 seeds =
+48 cells of --rounds rounds. Every command is a process of its own that starts with the compiled programs of the one before
+it (``~/.cache``), as a user's would; with --cold it starts with none. --alone N runs N of the 16 settings alone, three seeds
+each, and says what all would take. What is printed: programs compiled, seconds, the ratio to the sweep of the first
+--at-once, and how far losses and accuracies of the same cell are apart.
 """
 
 from __future__ import annotations
