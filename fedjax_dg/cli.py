@@ -9,35 +9,29 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import tyro
-from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from fedjax_dg import datasets, estimate, loggers, sharding, stream, tables
-from fedjax_dg.aggregators import AGGREGATORS
-from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
+from fedjax_dg import estimate, loggers, sharding, stream, tables
+from fedjax_dg.commands.data import data_command
+from fedjax_dg.commands.table import table_command
+from fedjax_dg.commands.traffic import traffic_command
 from fedjax_dg.config import (
     RunConfig,
-    build_aggregator,
-    build_algorithm,
     check,
     names,
     numbers_of,
     parse_settings,
     read_toml,
-    topology,
 )
-from fedjax_dg.datasets.checking import check as check_files
-from fedjax_dg.datasets.prepare import prepare
-from fedjax_dg.errors import unknown
 from fedjax_dg.experiment import (
     Grid,
+    check_at_once,
     compile_block,
     default_jobs,
     majority_share,
@@ -49,10 +43,6 @@ from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
 from fedjax_dg.progress import CountBar, ProgressBars, shows_bars
 from fedjax_dg.results import RunFolder, identity
 from fedjax_dg.sweep import grids_of, is_sweep, product, read_sweep
-from fedjax_dg.traffic import Traffic, as_json, traffic_of
-
-#: Problems that ``data check`` prints, and classes that its table has columns for.
-MOST_PROBLEMS, MOST_CLASSES = 20, 12
 
 
 @dataclass(frozen=True)
@@ -120,10 +110,10 @@ def main(argv: list[str] | None = None) -> int:
             {
                 "run": run,
                 "sweep": sweep,
-                "table": _table_command(console),
+                "table": table_command(console),
                 "plot": _plot_command(console),
-                "data": _data_command(console),
-                "traffic": _traffic_command(console),
+                "data": data_command(console),
+                "traffic": traffic_command(console),
             },
             prog="fedjax-dg",
             description="Federated domain generalization in JAX.",
@@ -156,6 +146,7 @@ def run_command(options: RunOptions, console: Console) -> int:
             grids = grids_of(config, settings, devices, options.workers, report)
         else:
             grids = [resolve(config, devices, options.workers, report)]
+    check_at_once(grids, at_once)
     for notice in dict.fromkeys(notice for grid in grids for notice in grid.notices):
         console.print(notice, highlight=False)
     rounds = [{name: rounds_of(grid, name) for name in names(grid.config.aggregator)} for grid in grids]
@@ -204,32 +195,6 @@ def start_devices(cpu_devices: int, distributed: bool) -> list:
     return devices if distributed or devices[0].platform != "cpu" else devices[:cpu_devices]
 
 
-def _table_command(console: Console):
-    def table(
-        runs: Annotated[tuple[str, ...], tyro.conf.Positional],
-        selection: str | None = None,
-        settings: Literal["best", "all"] = "best",
-        format: Literal["text", "md", "latex", "csv"] = "text",
-        spread: Literal["ci95", "se"] = "ci95",
-        baseline: str | None = None,
-    ) -> int:
-        """Print the table of one or more run folders: accuracies, paired differences, and why numbers are missing.
-
-        Args:
-            runs: Run folders.
-            selection: source-validation, last, oracle, leave-one-domain-out; by default what the run was made with.
-            settings: Of a sweep, the setting that the selection rule prefers for each seed and domain, or every setting.
-            format: As text, Markdown, LaTeX (booktabs) or CSV.
-            spread: 95 % interval or standard error over seeds.
-            baseline: Row that the differences are to, such as mean or "fedavg mean"; by default an algorithm's first rule.
-        """
-        text = tables.render(runs, selection, settings, format, spread, baseline)
-        console.print(text, highlight=False, markup=False, end="", soft_wrap=True)
-        return 0
-
-    return table
-
-
 def _plot_command(console: Console):
     def plot(runs: Annotated[tuple[str, ...], tyro.conf.Positional], together: str | None = None) -> int:
         """Draw each run's accuracy by round, and what alignment and RegMean did in it.
@@ -252,213 +217,6 @@ def _plot_command(console: Console):
         return 0
 
     return plot
-
-
-@dataclass(frozen=True)
-class DataList:
-    """List the data sets."""
-
-
-@dataclass(frozen=True)
-class DataCheck:
-    """Check a data set on disk: what is there, what should be, every image decoded; exit status 1 for any problem."""
-
-    name: tyro.conf.Positional[str]
-    """Data set, see `fedjax-dg data list`."""
-    data_dir: str | None = None
-    """The folder that holds it, up to three folders above its domains."""
-    workers: int = 0
-    """Processes that decode; 0 for threads."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-@dataclass(frozen=True)
-class DataPrepare:
-    """Decode and resize a data set of image files once; give the folder as --data-dir afterwards."""
-
-    name: tyro.conf.Positional[str]
-    """Data set, see `fedjax-dg data list`."""
-    data_dir: str | None = None
-    """The folder that holds it, up to three folders above its domains."""
-    out: str | None = None
-    """Folder to write."""
-    format: Literal["uint8", "array_record"] = "uint8"
-    """One array that is mapped into memory, or compressed records of tensorflow_datasets."""
-    image_size: int = 224
-    """Both sides of the images in pixels."""
-    workers: int = 0
-    """Processes that decode; 0 for threads."""
-    overwrite: bool = False
-    """Replace a prepared data set with other content."""
-
-
-DataAction = (
-    Annotated[DataList, tyro.conf.subcommand("list")]
-    | Annotated[DataCheck, tyro.conf.subcommand("check")]
-    | Annotated[DataPrepare, tyro.conf.subcommand("prepare")]
-)
-
-
-def _data_command(console: Console):
-    def data(action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[DataAction]]) -> int:
-        """List the data sets, check one on disk, or prepare it for quick reading."""
-        if isinstance(action, DataCheck):
-            return check_data(action, console)
-        if isinstance(action, DataPrepare):
-            return prepare_data(action, console)
-        for name in datasets.DATASETS:
-            console.print(datasets.describe(name), highlight=False)
-        return 0
-
-    return data
-
-
-def check_data(options: DataCheck, console: Console) -> int:
-    """``fedjax-dg data check``."""
-    with CountBar(console, f"checking {options.name}", quiet=options.json) as report:
-        found = check_files(options.name, options.data_dir, options.workers, report)
-    if options.json:
-        console.print_json(json.dumps(found._asdict() | {"ok": found.ok}))
-        return 0 if found.ok else 1
-    where = f"in {found.root}" if found.root is not None else "without a folder"
-    words = [
-        found.name,
-        where,
-        *([f"({found.layout})"] if found.layout else []),
-        *([found.version] if found.version else []),
-    ]
-    console.print(" ".join(words[:3]) + "".join(f": {word}" for word in words[3:]), highlight=False, markup=False)
-    if found.counts:
-        console.print(_counts_table(found, console.is_terminal))
-    for note in found.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False)
-    for problem in found.problems[:MOST_PROBLEMS]:
-        console.print(f"Problem: {problem}", highlight=False, markup=False)
-    if len(found.problems) > MOST_PROBLEMS:
-        console.print(f"and {len(found.problems) - MOST_PROBLEMS} more problems; --json gives all", highlight=False)
-    console.print("ok" if found.ok else f"{len(found.problems)} problems" if len(found.problems) > 1 else "1 problem")
-    return 0 if found.ok else 1
-
-
-def _counts_table(found, lines: bool) -> Table:
-    """Examples by domain, and by class where these are few."""
-    header = "domain", *(("expected",) if found.expected else ()), found.unit
-    table = Table(*header, box=HEAVY_HEAD if lines else None)
-    by_class = len(found.class_names) <= MOST_CLASSES
-    for name in found.class_names if by_class else (f"classes with {found.unit}",):
-        table.add_column(Text(name), overflow="fold")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for number, (name, counts) in enumerate(zip(found.domain_names, found.counts, strict=True)):
-        expected = [f"{found.expected[number]:,}"] if found.expected else []
-        rest = [f"{count:,}" for count in counts] if by_class else [f"{sum(count > 0 for count in counts)}"]
-        table.add_row(Text(name), *expected, f"{sum(counts):,}", *rest)
-    return table
-
-
-def prepare_data(options: DataPrepare, console: Console) -> int:
-    """``fedjax-dg data prepare``."""
-    if options.out is None:
-        raise ValueError("No folder to write is given: name it with --out.")
-    settings = {name: getattr(options, name) for name in ("format", "image_size", "workers", "overwrite")}
-    with CountBar(console, f"preparing {options.name}") as report:
-        out = prepare(options.name, options.data_dir, options.out, report=report, **settings)
-    console.print(f"Wrote {out}: give it as --data-dir.", highlight=False, soft_wrap=True, markup=False)
-    return 0
-
-
-@dataclass(frozen=True)
-class TrafficOptions:
-    """What travels between a client and its server, read off shapes; nothing is trained."""
-
-    algorithm: str = "fedavg"
-    aggregator: str = "mean"
-    """The server rule."""
-    station_aggregator: str = "mean"
-    """The stations' rule."""
-    backbone: str = "lenet5"
-    num_classes: int = 7
-    num_domains: int = 3
-    """Source domains."""
-    image_size: int | None = None
-    """One side of the images; by default the backbone's own."""
-    regmean_scope: str | None = None
-    """Dense layers that HFedATM merges by RegMean: head, all_dense, none; by default head for texts, else all_dense."""
-    stations: int = 1
-    clients_per_station: int = 3
-    station_rounds: int = 1
-    rounds: int = 20
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """An option of the algorithm or the aggregator; may be given several times."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-def _traffic_command(console: Console):
-    def traffic(options: tyro.conf.OmitArgPrefixes[TrafficOptions] = TrafficOptions()) -> int:
-        found = traffic_of_options(options)
-        if options.json:
-            console.print_json(json.dumps(as_json(found)))
-        else:
-            show_traffic(console, found)
-        return 0
-
-    traffic.__doc__ = TrafficOptions.__doc__
-    return traffic
-
-
-def traffic_of_options(options: TrafficOptions) -> Traffic:
-    """``traffic.traffic_of`` for names. Raises ``ValueError`` for what does not fit."""
-    shared = ("algorithm", "aggregator", "backbone", "stations", "clients_per_station", "station_rounds", "rounds")
-    shared += ("regmean_scope",)
-    texts = options.backbone in TEXT_BACKBONES
-    dataset = next(iter(datasets.texts.LOADERS)) if texts else RunConfig.dataset
-    given = {name: getattr(options, name) for name in shared}
-    config = check(RunConfig(dataset=dataset, **given, settings=parse_settings(options.set), eval_every=1))
-    if len(names(config.aggregator)) > 1:
-        raise ValueError(f"aggregator={config.aggregator!r} names several server rules: give one.")
-    if options.station_aggregator not in AGGREGATORS:
-        raise unknown("aggregator", options.station_aggregator, AGGREGATORS)
-    for name in ("num_classes", "num_domains"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name}={getattr(options, name)} is not positive: give 1 or more.")
-    if texts and options.image_size is not None:
-        raise ValueError(f"image_size={options.image_size} is given, but {options.backbone} takes texts: leave it out.")
-    size = {} if options.image_size is None else {"image_size": options.image_size}
-    factory: Any = (TEXT_BACKBONES if texts else BACKBONES)[config.backbone]
-    backbone = factory(options.num_classes, **size)
-    sizes = {"num_domains": options.num_domains, "num_sources": options.num_domains}
-    return traffic_of(
-        backbone,
-        build_algorithm(config, **sizes),
-        topology(config),
-        options.rounds,
-        build_aggregator(config, config.aggregator),
-        AGGREGATORS[options.station_aggregator](),
-    )
-
-
-def show_traffic(console: Console, found: Traffic) -> None:
-    """Print what travels, how much of it there is, and what it tells."""
-    parts = Table("part", "floats", "bytes", "where", "kept until", title="Sizes")
-    for name, part in found.parts.items():
-        parts.add_row(name, f"{part.size.floats:,}", f"{part.size.bytes:,}", part.place, part.until)
-    ways = Table("one client", "floats up", "floats down", "MB up", "MB down", title="Traffic")
-    for name, both in (
-        ("before round 1", found.before),
-        ("a round", found.per_round),
-        (f"{found.rounds} rounds", found.per_run),
-    ):
-        floats = (f"{way.floats:,}" for way in both)
-        ways.add_row(name, *floats, *(f"{way.bytes / 1e6:,.2f}" for way in both))
-    told = Table("beside the model's parameters", "seen by", "when", title="What leaves a client")
-    for what, seen_by, when in found.disclosures:
-        told.add_row(what, seen_by, when)
-    for table in (parts, ways, told) if found.disclosures else (parts, ways):
-        for column in table.columns[1:]:
-            column.justify = "right" if "floats" in str(column.header) or "bytes" in str(column.header) else "left"
-        console.print(table)
 
 
 def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> None:

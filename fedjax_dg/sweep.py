@@ -28,7 +28,7 @@ from fedjax_dg.config import (
     typed_option,
 )
 from fedjax_dg.errors import unknown
-from fedjax_dg.experiment import Grid, resolve, run_grid
+from fedjax_dg.experiment import Grid, check_at_once, resolve, run_grid
 from fedjax_dg.results import Cell, RunFolder
 from fedjax_dg.tables import render
 
@@ -119,6 +119,7 @@ def sweep(
     config = check(config)
     settings = product(settings, grid, random, config)
     grids = grids_of(config, settings, devices)
+    check_at_once(grids, at_once)
     path = tempfile.mkdtemp(prefix="fedjax_dg_") if out is None else out
     folder = RunFolder(Path(path), config, resume, overwrite or out is None)
     cells, failed = run_grid(grids, folder, report, jobs, at_once)

@@ -368,10 +368,29 @@ def test_standard_errors_are_named(tmp_path):
     assert "mean ± standard error over 2 seeds" in text and "25.0 ± 5.0" in text
 
 
-def test_runs_of_several_folders_are_told_apart(tmp_path):
+def test_folders_of_the_same_setting_make_one_table(tmp_path):
+    """Their rows are named by their folders only where they are the same; a baseline may be in another one."""
     one, other = (example(tmp_path / name) for name in ("one", "other"))
+    lines = list(csv.DictReader(io.StringIO(render([one, other], format="csv"))))
+    assert [(x["run"], x["aggregator"], x["baseline"]) for x in lines if x["held_out"] == "noto"] == [
+        *[("one", "mean", ""), ("one", "hfedatm", ""), ("other", "mean", ""), ("other", "hfedatm", "")],
+        *[("one", "hfedatm", "mean"), ("other", "hfedatm", "mean")],
+    ]
+    fedsr = {c._replace(algorithm="fedsr"): curve((0.5, 0.8)) for c in (of(0), of(1))}
+    text = render([one, folder_of(tmp_path / "fedsr", fedsr)], baseline="fedavg mean", format="md")
+    assert "| algorithm | server rule | noto" in text and text.count("selected by") == 1
+    # 80 % less 20 % and 30 %
+    (line,) = [line for line in text.splitlines() if line.startswith("| fedsr | mean - fedavg mean | +55.0 ± ")]
+    assert line.count(" - |") == 3
+
+
+def test_folders_of_other_settings_have_tables_of_their_own(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    folder_of(one, {of(): CURVE})
+    folder_of(other, {of(): CURVE}, dataclasses.replace(CONFIG, stations=3))
     text = render([one, other])
-    assert f"{one}\n" in text and f"{other}\n" in text and text.count("selected by source-validation") == 2
+    assert text.count("selected by source-validation") == 2 and "3 stations x" in text and "10 stations x" in text
+    assert render([one, other], format="csv").count("algorithm") == 1
 
 
 def test_result_file_has_the_schema(tmp_path):
