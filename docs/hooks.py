@@ -35,7 +35,9 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **rest: Any) -> str:
     """Replace what a page asks for."""
-    return re.sub(r"^<!-- ([a-z]+)(?:: (.*?))? -->$", lambda m: MAKERS[m[1]](*([m[2]] if m[2] else [])), markdown, flags=re.M)
+    return re.sub(
+        r"^<!-- ([a-z]+)(?:: (.*?))? -->$", lambda m: MAKERS[m[1]](*([m[2]] if m[2] else [])), markdown, flags=re.M
+    )
 
 
 def help_of(command: str) -> str:

@@ -49,7 +49,9 @@ def test_the_first_code_cell_installs_only_what_is_missing(name, monkeypatch):
     exec(source, {})
     monkeypatch.setenv("FEDJAX_DG_SOURCE", "/content/copy")
     exec(source, {})
-    assert [command[1:] for command in asked] == [["-m", "pip", "install", "-q", where] for where in ("..", "/content/copy")]
+    assert [command[1:] for command in asked] == [
+        ["-m", "pip", "install", "-q", where] for where in ("..", "/content/copy")
+    ]
 
 
 @pytest.mark.parametrize(
