@@ -23,6 +23,7 @@ from rich.text import Text
 from fedjax_dg import datasets, estimate, sharding, stream
 from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
+from fedjax_dg.commands.export import export_command
 from fedjax_dg.config import (
     RunConfig,
     build_aggregator,
@@ -106,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
                 "plot": _plot_command(console),
                 "data": _data_command(console),
                 "traffic": _traffic_command(console),
+                "export": export_command(console),
             },
             prog="fedjax-dg",
             description="Federated domain generalization in JAX.",

@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from fedjax_dg import datasets, encoding, sharding, splits, stream, weights
-from fedjax_dg.alignment.groups import from_leaves
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones import Backbone, on_encoded
 from fedjax_dg.config import (
     RunConfig,
@@ -193,8 +193,15 @@ def start_of(config: RunConfig, domains: Domains, report: Callable[[int, int], N
         notices += text_notices(config, backbone)
     if config.pretrained is None:
         return Start(domains, backbone, None, notices)
-    leaves, notice = weights.find_leaves(backbone, config.pretrained)
+    # of a model of ours the method's own layers are taken too, where this run's method has them
+    reader, added = backbone, set(weights.metadata(config.pretrained).get("added", ()))
+    if added:
+        adapted = build_algorithm(config).adapt(backbone)
+        reader = adapted if added & set(leaves_of(jax.eval_shape(adapted.init, jax.random.key(0)))) else backbone
+    leaves, notice = weights.find_leaves(reader, config.pretrained)
     notices += () if notice is None else (notice,)
+    if left := sorted({leaf.split("/")[1] for leaf in added - set(leaves)}):
+        notices += (f"Weights file {config.pretrained}: {', '.join(left)}, which its method had added, left out.",)
     if config.freeze_encoder:
         states, failed = encoding.encoded(backbone, from_leaves(leaves), domains.inputs, kept.folder("encoded"), report)
         notices += () if failed is None else (failed,)
@@ -232,6 +239,22 @@ def sizes_of(grid: Grid) -> dict[str, int]:
     federation = next(iter(grid.federations.values()))
     held = federation.counts().sum((0, 1)) > 0
     return {"num_domains": len(grid.domains.domain_names), "num_sources": int(held.sum())}
+
+
+def describe_model(grid: Grid) -> dict[str, Any]:
+    """What ``models.load_model`` needs to rebuild the network where the data, and the pretrained weights, are not."""
+    domains, encoder = grid.domains, getattr(grid.backbone.module, "config", None)
+    return {
+        "schema": 1,
+        "input_shape": list(domains.inputs.shape[1:]),
+        "input_dtype": str(domains.inputs.dtype),
+        "class_names": [str(name) for name in domains.class_names],
+        "domain_names": [str(name) for name in domains.domain_names],
+        "vocab_size": domains.vocab_size,
+        "encoder_sizes": None if encoder is None else encoder._asdict(),
+        "encoded": grid.config.freeze_encoder,  # inputs are what a frozen encoder made of texts
+        "sizes": sizes_of(grid),
+    }
 
 
 def round_of(grid: Grid, aggregator: str) -> Round:
@@ -397,6 +420,7 @@ def run_grid(
     """
     config = grid.config
     folder.keep_splits(grid.splits)
+    folder.keep_model(describe_model(grid))
     cells, failed = folder.finished(), []
     finished = {identity(result) for result in cells}
     waiting = [cell for cell in grid.cells if cell not in finished]

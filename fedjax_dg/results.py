@@ -56,6 +56,22 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def read_config_of(run: Path) -> RunConfig:
+    """The configuration of a run folder. ``ValueError`` for another folder, or what another version wrote."""
+    if not run.is_dir():
+        raise ValueError(f"There is no folder {run}: give the folder of a run, such as runs/emoji_styles-fedavg-noto.")
+    if not (run / "config.json").exists():
+        raise ValueError(f"{run} has no config.json: give the folder of a run.")
+    found = read_json(run / "config.json")
+    found.pop("schema", None)
+    try:
+        return RunConfig(**found)
+    except TypeError as error:
+        raise ValueError(
+            f"{run} holds a configuration of another version ({error}): read it with the version that wrote it."
+        ) from None
+
+
 def environment() -> dict[str, Any]:
     """What the numbers of a run may depend on beside its configuration."""
     flags: Any = jax.config
@@ -70,8 +86,8 @@ def environment() -> dict[str, Any]:
 
 
 class RunFolder:
-    """``runs/<name>/``: ``config.json``, ``splits.json``, ``metrics.jsonl``, ``result.json``, ``table.md``,
-    ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
+    """``runs/<name>/``: ``config.json``, ``splits.json``, ``model.json``, ``metrics.jsonl``, ``result.json``,
+    ``table.md``, ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
 
     Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
     configuration, the same one without ``resume``, or something else, or cannot be written.
@@ -130,6 +146,11 @@ class RunFolder:
             )
         if sharding.is_first():
             write_atomically(path, json.dumps(splits, indent=2) + "\n")
+
+    def keep_model(self, description: dict[str, Any]) -> None:
+        """Write ``model.json``: what a network is rebuilt from where the data are not (``models.load_model``)."""
+        if sharding.is_first():
+            write_atomically(self.path / "model.json", json.dumps(description, indent=2) + "\n")
 
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""
