@@ -38,7 +38,7 @@ from fedjax_dg.estimate import fits, num_bytes
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Deal, Federation, deal, in_fewer_shapes, place, validation_share
 from fedjax_dg.recipes import AUGMENTS
-from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
+from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, identity, write_results
 from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, message_shapes, run_blocks
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
@@ -245,7 +245,6 @@ def describe_model(grid: Grid) -> dict[str, Any]:
     """What ``models.load_model`` needs to rebuild the network where the data, and the pretrained weights, are not."""
     domains, encoder = grid.domains, getattr(grid.backbone.module, "config", None)
     return {
-        "schema": 1,
         "input_shape": list(domains.inputs.shape[1:]),
         "input_dtype": str(domains.inputs.dtype),
         "class_names": [str(name) for name in domains.class_names],
@@ -387,7 +386,7 @@ def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
     best = cell_run.best
     scores = {k: best[k] for k in ("accuracy", "balanced_accuracy", "accuracy_unseen", "source_accuracy")}
     return (
-        cell_run.cell._asdict()
+        cell_run.cell.as_record()
         | scores
         | {
             "selection": cell_run.selection,
@@ -398,11 +397,6 @@ def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
             "compilations": 1,  # compiled ahead of time: other shapes would be an error, not another program
         }
     )
-
-
-def identity(result: dict[str, Any]) -> Cell:
-    """Which cell a line of ``result.json`` is about."""
-    return Cell(*(result[k] for k in Cell._fields))
 
 
 def run_grid(
@@ -420,7 +414,7 @@ def run_grid(
     """
     config = grid.config
     folder.keep_splits(grid.splits)
-    folder.keep_model(describe_model(grid))
+    folder.keep_model(grid.cells, describe_model(grid))
     cells, failed = folder.finished(), []
     finished = {identity(result) for result in cells}
     waiting = [cell for cell in grid.cells if cell not in finished]
@@ -466,7 +460,7 @@ def run_grid(
                     try:
                         block = future.result()
                     except NotFinite as error:
-                        failed.append(cell_run.cell._asdict() | {"error": str(error)})
+                        failed.append(cell_run.cell.as_record() | {"error": str(error)})
                         report("failed", cell_run.cell, str(error))
                         cell_run.checkpoints.close()
                         continue

@@ -22,7 +22,7 @@ from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones import Backbone, EncoderConfig, on_encoded
 from fedjax_dg.config import RunConfig, build_algorithm, build_backbone, build_text_backbone
 from fedjax_dg.errors import unknown
-from fedjax_dg.results import Cell, read_config_of, read_json
+from fedjax_dg.results import identity, read_config_of, read_json
 from fedjax_dg.types import Algorithm, Key, Variables
 
 #: Of a folder that ``export`` wrote: the variables, by orbax, and what they are of.
@@ -103,7 +103,11 @@ def load_model(run: str | Path, cell: str | None = None) -> Model:
             f"{run} has no {DESCRIPTION}, so an older version began it: pass --resume to fedjax-dg run, which writes it and "
             "runs no finished cell again."
         )
-    description = read_json(run / DESCRIPTION)
+    networks = read_json(run / DESCRIPTION)["networks"]
+    description = next((network for network in networks if cell_name(line) in network["cells"]), None)
+    if description is None:
+        raise ValueError(f"{run / DESCRIPTION} does not tell the network of {cell_name(line)}: run the cell again.")
+    description = {name: value for name, value in description.items() if name != "cells"}
     checkpoint = run / "checkpoints" / cell_name(line)
     return rebuilt(config, line, description, lambda shapes: _restore(checkpoint, shapes))
 
@@ -134,7 +138,7 @@ def select_cell(run: str | Path, cell: str | None = None) -> dict[str, Any]:
 
 def cell_name(line: dict[str, Any]) -> str:
     """The name of a cell of ``result.json``."""
-    return line.get("cell") or Cell(*(line[k] for k in Cell._fields)).name
+    return identity(line).name
 
 
 def config_of(config: RunConfig, line: dict[str, Any]) -> RunConfig:

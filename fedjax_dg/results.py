@@ -8,8 +8,10 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from fedjax_dg.config import RunConfig, differences
 from fedjax_dg.types import PyTree
 
 SCHEMA = 1
+LONGEST_NAME = 150  # of a cell; file systems allow 255 bytes
 PACKAGES = ("fedjax-dg", "jax", "jaxlib", "flax", "optax", "ott-jax", "orbax-checkpoint", "numpy")
 
 
@@ -33,10 +36,33 @@ class Cell(NamedTuple):
     aggregator: str
     held_out: str
     seed: int
+    setting: tuple[tuple[str, Any], ...] = ()  # of a sweep: the options that are swept and matter here
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}-{self.aggregator}-{self.held_out}-seed{self.seed}"
+        """For people and for folders."""
+        setting = ",".join(f"{name}={value}" for name, value in self.setting)
+        name = f"{self.algorithm}-{self.aggregator}-{self.held_out}-seed{self.seed}" + (
+            f"-{setting}" if setting else ""
+        )
+        fit = re.sub(r"[^\w.=,+ &-]", "_", name)
+        return (
+            fit
+            if fit == name and len(name) <= LONGEST_NAME
+            else f"{fit[:LONGEST_NAME]}-{zlib.crc32(name.encode()):08x}"
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """For the lines of a run folder; a plain run's have no ``hparams``."""
+        fields = self._asdict()
+        setting = dict(fields.pop("setting"))
+        return fields | ({"hparams": setting} if setting else {})
+
+
+def identity(result: Mapping[str, Any]) -> Cell:
+    """Which cell a line of ``result.json`` or ``metrics.jsonl`` is about."""
+    setting = tuple(result.get("hparams", {}).items())
+    return Cell(**{k: result[k] for k in Cell._fields[:-1]}, setting=setting)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -54,6 +80,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is missing or damaged ({type(error).__name__}): restore it, or run again with --overwrite."
         ) from None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run folder's ``metrics.jsonl``; not the last one of a killed run, if it was cut."""
+    records = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
 
 
 def read_config_of(run: Path) -> RunConfig:
@@ -147,10 +184,16 @@ class RunFolder:
         if sharding.is_first():
             write_atomically(path, json.dumps(splits, indent=2) + "\n")
 
-    def keep_model(self, description: dict[str, Any]) -> None:
-        """Write ``model.json``: what a network is rebuilt from where the data are not (``models.load_model``)."""
-        if sharding.is_first():
-            write_atomically(self.path / "model.json", json.dumps(description, indent=2) + "\n")
+    def keep_model(self, cells: Sequence[Cell], description: dict[str, Any]) -> None:
+        """Write ``model.json``: what the networks of these cells are rebuilt from, where the data are not
+        (``models.load_model``). Cells of other networks, in a sweep, keep what they have."""
+        if not sharding.is_first():
+            return
+        path, names = self.path / "model.json", [cell.name for cell in cells]
+        found = read_json(path)["networks"] if path.exists() else []
+        others = [network | {"cells": [n for n in network["cells"] if n not in names]} for network in found]
+        networks = [network for network in others if network["cells"]] + [{"cells": names, **description}]
+        write_atomically(path, json.dumps({"schema": SCHEMA, "networks": networks}, indent=2) + "\n")
 
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""
@@ -176,7 +219,7 @@ class RunFolder:
         if not sharding.is_first():
             return
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(_strict({"cell": cell.name, **cell._asdict(), **record})) + "\n")
+            file.write(json.dumps(_strict({"cell": cell.name, **cell.as_record(), **record})) + "\n")
 
     def checkpoints(self, cell: Cell, stage: str | None = None) -> Checkpoints:
         """The checkpoints of a cell; or of a stage of its method's work before round 1."""

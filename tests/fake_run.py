@@ -10,12 +10,11 @@ import numpy as np
 import fedjax_dg as fdg
 from fedjax_dg.config import RunConfig, check
 from fedjax_dg.models import network_of
-from fedjax_dg.results import Cell, Progress, RunFolder, write_results
+from fedjax_dg.results import Cell, Progress, RunFolder, environment, identity
 
 DOMAINS = ("noto", "twemoji", "fluent_flat", "fluent_mono")
 CLASSES = ("animal", "food", "travel", "object", "flag", "<person>")
 DESCRIPTION = {
-    "schema": 1,
     "input_shape": [32, 32, 3],
     "input_dtype": "uint8",
     "class_names": list(CLASSES),
@@ -35,13 +34,13 @@ def config_of(**options) -> RunConfig:
 def line_of(cell: Cell, accuracy=0.5, source=0.6, **more) -> dict:
     scores = {"accuracy": accuracy, "balanced_accuracy": accuracy - 0.01, "accuracy_unseen": accuracy - 0.02}
     rest = {"selection": "source-validation", "selected_round": 2, "rounds": 2, "seconds": 1.5, "compilations": 1}
-    return cell._asdict() | scores | {"source_accuracy": source, "compile_seconds": 3.0} | rest | more
+    return cell.as_record() | scores | {"source_accuracy": source, "compile_seconds": 3.0} | rest | more
 
 
 def record_of(cell: Cell, number: int, accuracy=0.5, source=0.6, **more) -> dict:
     domains = {f"accuracy/{name}": (accuracy if name == cell.held_out else source) for name in DOMAINS}
     scores = {"accuracy": accuracy, "source_accuracy": source, "train_loss": 2.0 / number, "loss": 1.5, **domains}
-    return {"cell": cell.name, **cell._asdict(), "round": number, **scores, **more}
+    return {"cell": cell.name, **cell.as_record(), "round": number, **scores, **more}
 
 
 def grid(config: RunConfig, rules=("mean", "hfedatm"), held_outs=DOMAINS, seeds=2) -> list[dict]:
@@ -56,15 +55,15 @@ def grid(config: RunConfig, rules=("mean", "hfedatm"), held_outs=DOMAINS, seeds=
 def write_run(
     path: Path, config: RunConfig | None = None, cells=None, failed=(), records=None, told=DESCRIPTION
 ) -> Path:
-    """config.json, model.json, splits.json, result.json, table.md, metrics.jsonl; no checkpoints."""
+    """config.json, model.json, splits.json, result.json, metrics.jsonl; no checkpoints."""
     config = config_of() if config is None else config
     cells = grid(config) if cells is None else cells
     folder = RunFolder(path, config)
     sides = {name: {"train": 80, "validation": 20} for name in DOMAINS}
     folder.keep_splits({str(seed): {"digest": f"{seed:x}" * 64, "domains": sides} for seed in range(config.seeds)})
-    folder.keep_model(told)
+    folder.keep_model([identity(line) for line in cells], told)
     if records is None:
-        of = [Cell(*(line[k] for k in Cell._fields)) for line in cells]
+        of = [identity(line) for line in cells]
         records = [
             record_of(cell, number, line["accuracy"] - 0.1 * (2 - number), line["source_accuracy"])
             for cell, line in zip(of, cells)
@@ -72,13 +71,14 @@ def write_run(
         ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if cells or failed:
-        write_results(folder, config, cells, list(failed), "A title; mean ± 95 % interval.")
+        result = {"schema": 1, "config": dataclasses.asdict(config), "environment": environment(), "cells": cells}
+        (path / "result.json").write_text(json.dumps(result | {"failed": list(failed)}))
     return path
 
 
 def write_checkpoint(path: Path, config: RunConfig, line: dict, key=0, told=DESCRIPTION) -> fdg.Variables:
     """A cell's checkpoint, whose best model is freshly drawn."""
-    cell = Cell(*(line[k] for k in Cell._fields))
+    cell = identity(line)
     backbone, algorithm = network_of(dataclasses.replace(config, aggregator=cell.aggregator), told)
 
     @jax.jit

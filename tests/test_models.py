@@ -64,7 +64,7 @@ def test_the_best_model_is_read_and_not_the_last(fake):
     model = load_model(run, "fedavg-hfedatm-noto-seed1")
     assert equal(model.variables, drawn) and model.class_names == CLASSES  # the last is NaN
     backbone = fdg.backbones.lenet5(num_classes=6)
-    np.testing.assert_allclose(model(IMAGES), backbone.apply(drawn, jax.numpy.asarray(IMAGES)), atol=1e-5)
+    np.testing.assert_allclose(model(IMAGES), backbone.apply(model.variables, jax.numpy.asarray(IMAGES)), atol=1e-5)
 
 
 def test_the_cell_is_chosen_by_source_validation_and_never_by_the_held_out_domain(tmp_path):
@@ -172,7 +172,7 @@ def test_what_is_no_run_or_not_finished_is_refused(tmp_path):
 
 
 def test_a_cell_that_broke_down_is_refused_with_its_error(tmp_path):
-    failed = Cell("fedavg", "mean", "noto", 1)._asdict() | {"error": "Round 2: not finite."}
+    failed = Cell("fedavg", "mean", "noto", 1).as_record() | {"error": "Round 2: not finite."}
     config = config_of()
     run = write_run(tmp_path / "run", config, grid(config)[:1], [failed])
     with pytest.raises(ValueError, match="seed1 in .* broke down and has no selected model: Round 2: not finite"):
@@ -187,8 +187,9 @@ def test_what_is_missing_or_damaged_is_named(fake):
     write_checkpoint(run, config, cells[0])
     load_model(run, name)
     (step,) = (p for p in (run / "checkpoints" / name).iterdir() if p.name == "2")
-    (run / "model.json").write_text(json.dumps(DESCRIPTION | {"class_names": list("ab")}))
-    with pytest.raises(ValueError, match=r"holds best.params.head.bias of shape \(6,\), but this network needs \(2,\)"):
+    kept = (run / "model.json").read_text()
+    (run / "model.json").write_text(kept.replace(json.dumps("food"), '"food", "more"'))
+    with pytest.raises(ValueError, match=r"holds best.params.head.bias of shape \(6,\), but this network needs \(7,\)"):
         load_model(run, name)
     (run / "model.json").unlink()
     with pytest.raises(
@@ -198,7 +199,10 @@ def test_what_is_missing_or_damaged_is_named(fake):
     (run / "model.json").write_text("{")
     with pytest.raises(ValueError, match="model.json is missing or damaged"):
         load_model(run, name)
-    (run / "model.json").write_text(json.dumps(DESCRIPTION))
+    (run / "model.json").write_text(kept.replace(name, "another"))
+    with pytest.raises(ValueError, match=f"model.json does not tell the network of {name}"):
+        load_model(run, name)
+    (run / "model.json").write_text(kept)
     shutil.rmtree(step / "arrays")
     with pytest.raises(ValueError, match=f"The checkpoint in .*{name} cannot be read"):
         load_model(run, name)
@@ -216,7 +220,7 @@ def test_inputs_of_another_size_are_refused(fake):
 
 def test_a_file_of_other_weights_is_refused(tmp_path):
     backbone = fdg.backbones.lenet5(num_classes=6)
-    fdg.weights.save(backbone.init(jax.random.key(0)), tmp_path / "weights.safetensors")
+    fdg.weights.save(jax.jit(backbone.init)(jax.random.key(0)), tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="says nothing of the network it is of"):
         load_model(tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="holds one model, so cell='x' cannot be chosen"):
