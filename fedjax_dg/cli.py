@@ -24,6 +24,7 @@ from fedjax_dg import datasets, estimate, sharding, stream
 from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
 from fedjax_dg.commands.export import export_command
+from fedjax_dg.commands.plot import plot_command
 from fedjax_dg.config import (
     RunConfig,
     build_aggregator,
@@ -48,7 +49,6 @@ from fedjax_dg.experiment import (
     run_grid,
     table_title,
 )
-from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
 from fedjax_dg.results import Cell, RunFolder, read_json, rows
 from fedjax_dg.traffic import Traffic, as_json, traffic_of
 
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             {
                 "run": run,
                 "table": _table_command(console),
-                "plot": _plot_command(console),
+                "plot": plot_command(console),
                 "data": _data_command(console),
                 "traffic": _traffic_command(console),
                 "export": export_command(console),
@@ -195,30 +195,6 @@ def _table_command(console: Console):
         return 0
 
     return table
-
-
-def _plot_command(console: Console):
-    def plot(runs: Annotated[tuple[str, ...], tyro.conf.Positional], together: str | None = None) -> int:
-        """Draw each run's accuracy by round, and what alignment and RegMean did in it.
-
-        Args:
-            runs: Run folders.
-            together: Draw the accuracies of all of them in one figure, in this folder.
-        """
-        if not runs:
-            raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
-        drawn = []
-        if together is not None:
-            Path(together).mkdir(parents=True, exist_ok=True)
-            drawn += plot_accuracy(runs, together)
-        else:
-            for run in runs:
-                drawn += plot_accuracy([run], run) + (plot_alignment(run) if aligned_in(run) else [])
-        for path in drawn:
-            console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
-        return 0
-
-    return plot
 
 
 @dataclass(frozen=True)

@@ -134,20 +134,7 @@ def resolve(
         trained = sources if config.setting == "single-domain" and sources else ()
         held_outs = tuple(name for name in domains.domain_names if name not in trained)
     deals = {
-        (held_out, seed): deal(
-            domains,
-            held_out,
-            domain_mix=config.domain_mix,
-            setting=config.setting,
-            sources=sources,
-            seed=seed,
-            station_assignment=config.station_assignment,
-            remainders=config.remainders,
-            label_alpha=config.label_alpha,
-            split=config.split,
-            validation_fraction=config.validation_fraction,
-            **topology(config)._asdict(),
-        )
+        (held_out, seed): deal_of(config, domains, held_out, seed)
         for held_out in held_outs
         for seed in range(config.seeds)
     }
@@ -170,6 +157,24 @@ def resolve(
     federations = Federations(domains, deals, mesh, streamed, workers)
     return Grid(
         config, domains, start.backbone, federations, cells, told, mesh, start.pretrained, start.notices, workers
+    )
+
+
+def deal_of(config: RunConfig, domains: Domains, held_out: str, seed: int) -> Deal:
+    """Who holds which examples in one of the configuration's cells."""
+    return deal(
+        domains,
+        held_out,
+        domain_mix=config.domain_mix,
+        setting=config.setting,
+        sources=None if config.sources is None else names(config.sources),
+        seed=seed,
+        station_assignment=config.station_assignment,
+        remainders=config.remainders,
+        label_alpha=config.label_alpha,
+        split=config.split,
+        validation_fraction=config.validation_fraction,
+        **topology(config)._asdict(),
     )
 
 
