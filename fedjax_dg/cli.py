@@ -25,6 +25,7 @@ from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
 from fedjax_dg.commands.export import export_command
 from fedjax_dg.commands.plot import plot_command
+from fedjax_dg.commands.report import report_command
 from fedjax_dg.config import (
     RunConfig,
     build_aggregator,
@@ -108,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
                 "data": _data_command(console),
                 "traffic": _traffic_command(console),
                 "export": export_command(console),
+                "report": report_command(console),
             },
             prog="fedjax-dg",
             description="Federated domain generalization in JAX.",

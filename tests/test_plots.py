@@ -132,7 +132,7 @@ def test_runs_are_drawn_together(tmp_path, capsys):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
     runs = [str(tmp_path / name) for name in ("one", "other")]
-    assert main(["plot", *runs, "--together", str(tmp_path / "both")]) == 0
+    assert main(["plot", *runs, "--out", str(tmp_path / "both")]) == 0
     text = (tmp_path / "both" / "accuracy.svg").read_text()
     assert "(one)" in text and "(other)" in text
     assert "accuracy.png" in capsys.readouterr().out

@@ -53,8 +53,12 @@ def draw_accuracy(runs: Sequence[Run]) -> Any:
     everything = [record for of_line in lines.values() for record in of_line]
     domains = list(dict.fromkeys(record["held_out"] for record in everything))
     curves = [curve for curve in CURVES if any(record.get(curve[0]) is not None for record in everything)]
-    figure = Figure(figsize=(max(5.0, 1.0 + 3.2 * len(domains)), 0.9 + 2.5 * len(curves)), layout="constrained")
-    panels = figure.subplots(len(curves), len(domains), squeeze=False, sharex=True, sharey="row")
+    if len(domains) == 1:  # side by side
+        figure = Figure(figsize=(max(5.0, 4.0 * len(curves)), 3.9), layout="constrained")
+        panels = figure.subplots(1, len(curves), squeeze=False).T
+    else:
+        figure = Figure(figsize=(1.0 + 3.2 * len(domains), 0.9 + 2.5 * len(curves)), layout="constrained")
+        panels = figure.subplots(len(curves), len(domains), squeeze=False, sharex=True, sharey="row")
     handles = {}
     for row, (name, label, factor) in zip(panels, curves):
         for axes, domain in zip(row, domains):
@@ -65,9 +69,10 @@ def draw_accuracy(runs: Sequence[Run]) -> Any:
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
         row[0].set_ylabel(label, fontsize=9)
-    for axes, domain in zip(panels[0], domains):
-        axes.set_title(f"{domain} held out", fontsize=10)
-    for axes in panels[-1]:
+    titles = [axes.set_title for axes in panels[0]] if len(domains) > 1 else [figure.suptitle]
+    for title, domain in zip(titles, domains):
+        title(f"{domain} held out", fontsize=10)
+    for axes in panels[-1] if len(domains) > 1 else panels.ravel():
         axes.set_xlabel("server round", fontsize=9)
     legend_below(figure, list(handles.values()), list(handles), figure.get_figwidth())
     return figure
@@ -165,6 +170,7 @@ def draw_domains(runs: Sequence[Run]) -> Any:
     )
     if "average" in groups:
         axes.axvline(len(groups) - 1.5, color="0.6", linewidth=0.8)
+    axes.set_xlim(min(-0.6, len(groups) / 2 - 1.5), max(len(groups) - 0.4, len(groups) / 2 + 0.5))
     axes.set_ylim(0, min(100.0, 1.04 * top))
     axes.set_ylabel("accuracy on the held-out domain, %")
     axes.set_xlabel("held-out domain")

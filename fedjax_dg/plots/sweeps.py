@@ -23,7 +23,7 @@ SCORES = {"source_accuracy": "sources' validation", "accuracy": "held-out domain
 #: From which ratio of the largest value to the smallest an axis is logarithmic.
 DECADES = 20.0
 MOST_ROWS = 12  # of panels
-STAR = {"marker": "*", "color": "white", "markeredgecolor": "black", "markersize": 15, "linestyle": ""}
+STAR: dict[str, Any] = {"marker": "*", "color": "white", "markeredgecolor": "black", "markersize": 15, "linestyle": ""}
 
 
 def draw_sweep(runs: Sequence[Run]) -> Any:
@@ -105,7 +105,8 @@ def _curves(cells: Sequence[Mapping[str, Any]], name: str) -> Any:
         axes.set_xlabel(name)
     from matplotlib.lines import Line2D
 
-    star = Line2D([], [], **STAR | {"markersize": 11})
+    style: dict[str, Any] = {**STAR, "markersize": 11}
+    star = Line2D([], [], **style)
     legend_below(figure, [*handles.values(), star], [*handles, "selected by source validation"], 10.5)
     return figure
 
