@@ -56,9 +56,9 @@ caption { padding: .2rem 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; margin: .4rem 0; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { font-weight: 600; background: var(--tint); }
+th { font-weight: 600; background: var(--tint); white-space: normal; vertical-align: bottom; }
 th.text, td.text { text-align: left; }
-td.long { text-align: left; white-space: normal; }
+td.long { text-align: left; white-space: normal; min-width: 14rem; }
 figure { margin: 1rem 0 1.6rem; }
 figure img { max-width: 100%; height: auto; background: #ffffff; border: 1px solid var(--line); }
 pre { background: var(--tint); border: 1px solid var(--line); padding: .7rem; overflow-x: auto; font-size: .85rem; }
@@ -67,6 +67,10 @@ pre { background: var(--tint); border: 1px solid var(--line); padding: .7rem; ov
 @media print {
   :root { --ink: #000; --soft: #333; --line: #999; --back: #fff; --tint: #fff; }
   body { margin: 0; max-width: none; font-size: 10pt; }
+  table { font-size: 8pt; }
+  th, td { padding: .15rem .4rem; white-space: normal; }
+  td.long { min-width: 0; }
+  td { overflow-wrap: anywhere; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; }
   .wide { overflow: visible; }
@@ -344,15 +348,17 @@ def _cells(content: Content) -> str:
 
 
 def _again(content: Content) -> str:
-    swept = any(setting_of(cell) for cell in content.run.cells)
-    command = "fedjax-dg sweep" if swept else "fedjax-dg run"
-    note = " The settings of the sweep, listed above, go into its [sweep] tables." if swept else ""
-    words = f"Save this as run.toml; data and pretrained weights are found by its paths.{note}"
+    settings = list(dict.fromkeys(setting_of(cell) for cell in content.run.cells if setting_of(cell)))
+    command, toml = "fedjax-dg sweep" if settings else "fedjax-dg run", to_toml(content.config)
+    words = "Save this as run.toml; data and pretrained weights are found by its paths."
+    if settings:
+        names = list(dict.fromkeys(name for setting in settings for name, _ in setting))
+        # a rule without one of the options has settings without it; those of the others tell all values
+        whole = [dict(setting) for setting in settings if len(setting) == len(names)]
+        toml += "\n[sweep.list]\n" + "".join(f"{name} = {_toml([s[name] for s in whole])}\n" for name in names)
+        words += " The sweep's settings are those of finished cells, which another file may have listed otherwise."
     lines = f"{command} --config run.toml --out {_quoted(content.run.name)}"
-    return _section(
-        "To run it again",
-        f"<p>{escape(words)}</p>\n<pre>{escape(to_toml(content.config))}</pre>\n<pre>{escape(lines)}</pre>",
-    )
+    return _section("To run it again", f"<p>{escape(words)}</p>\n<pre>{escape(toml)}</pre>\n<pre>{escape(lines)}</pre>")
 
 
 def _environment(content: Content) -> str:
@@ -389,6 +395,8 @@ def to_toml(config: RunConfig) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)  # booleans, whole numbers and strings are written alike
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
+from threadpoolctl import threadpool_limits
 
 from fedjax_dg.plots.common import COLORS, MARKERS, Run, load_matplotlib
 
@@ -103,4 +104,6 @@ def embed(rows: Float[np.ndarray, "N d"]) -> Float[np.ndarray, "N 2"]:
         from sklearn.manifold import TSNE
     except ImportError:
         raise ValueError("This figure needs scikit-learn: run pip install 'fedjax-dg[plots]'.") from None
-    return TSNE(init="pca", perplexity=min(30, (len(rows) - 1) / 3), random_state=0).fit_transform(rows)
+    # one thread: OpenMP's wait for each other busily, which takes ten times as long where others use the cores
+    with threadpool_limits(1):
+        return TSNE(init="pca", perplexity=min(30, (len(rows) - 1) / 3), random_state=0).fit_transform(rows)
