@@ -221,7 +221,9 @@ def whole(tmp_path_factory):
     return run
 
 
-def test_every_kind_is_drawn_or_skipped_by_name(whole, tmp_path):
+def test_every_kind_is_drawn_or_skipped_by_name(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedjax_dg.plots.features.MOST_EXAMPLES", 20)
+    monkeypatch.setattr("fedjax_dg.plots.grams.MOST_ROWS", 64)
     found = list(plot([whole], tmp_path / "figures"))
     (skipped,) = [f for f in found if not hasattr(f, "read_bytes")]
     assert (skipped.kind, skipped.why_not.startswith(f"{whole} has no finished cells of different settings")) == (
@@ -357,13 +359,14 @@ def test_effective_rank_of_known_spectra():
     assert effective_rank(np.zeros(3)) == pytest.approx(1)
 
 
-def test_spectra_are_those_of_what_the_layers_read(whole):
+def test_spectra_are_those_of_what_the_layers_read(whole, monkeypatch):
+    monkeypatch.setattr("fedjax_dg.plots.grams.MOST_ROWS", 300)
     run = open_run(whole)
     spectra = spectra_of(run)
     model = load_model(whole)
     held = run.deal("fluent_mono", 1).held[1]
     rows = np.sort(held[held >= 0])
-    chosen = rows[np.linspace(0, len(rows) - 1, min(1024, len(rows))).round().astype(int)]
+    chosen = rows[np.linspace(0, len(rows) - 1, 300).round().astype(int)]
     read = jax.jit(model.backbone.dense_inputs)(model.variables, jax.numpy.asarray(run.data.inputs[chosen]))
     for layer in ("dense2", "head"):
         x = np.asarray(read[layer], np.float64)

@@ -5,13 +5,13 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from fake_run import DOMAINS, config_of, grid, line_of, record_of, write_run
+from fake_run import DESCRIPTION, DOMAINS, config_of, grid, line_of, record_of, write_run
 
 from fedjax_dg.cli import main
 from fedjax_dg.config import read_toml
 from fedjax_dg.plots import Drawn, draw, open_run
 from fedjax_dg.report import page, read_content, report, to_toml
-from fedjax_dg.results import Cell
+from fedjax_dg.results import Cell, RunFolder
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -62,10 +62,6 @@ def whole(tmp_path):
     cells.pop(5)
     run = write_run(tmp_path / "run", config, cells, [failed])
     names = [Cell("fedavg", rule, h, s) for h in DOMAINS for s in (0, 1) for rule in ("mean", "hfedatm")]
-    from fake_run import DESCRIPTION
-
-    from fedjax_dg.results import RunFolder
-
     RunFolder(run, config, resume=True).keep_model(names, DESCRIPTION)
     return run
 
@@ -95,8 +91,6 @@ def test_all_numbers_of_the_run_are_there(whole):
     for cell in content.run.cells:
         for score in ("accuracy", "source_accuracy", "balanced_accuracy", "accuracy_unseen"):
             assert f"{100 * cell[score]:.2f}" in found.text
-    for shown in ("9023", "x" * 5):
-        assert shown not in found.text
     assert "0" * 64 in found.text and "1" * 64 in found.text  # digests of the splits
     assert "noto 80 / 20; twemoji 80 / 20" in found.text
     assert "fedavg-hfedatm-fluent_flat-seed0 not finished" not in found.text
@@ -180,7 +174,7 @@ def test_alignment_in_numbers(tmp_path):
 
 def test_a_sweep_shows_the_selected_setting_and_all_others(tmp_path):
     cells = [
-        line_of(Cell("fedavg", "hfedatm", "noto", seed, (("alpha", alpha),)), accuracy + 0.001 * seed, source)
+        line_of(Cell("fedavg", "hfedatm", "noto", seed, (("alpha", alpha),)), accuracy + 0.002 * seed, source)
         for alpha, accuracy, source in ((0.1, 0.9, 0.5), (0.5, 0.3, 0.7))
         for seed in (0, 1)
     ]
@@ -189,9 +183,10 @@ def test_a_sweep_shows_the_selected_setting_and_all_others(tmp_path):
     assert "[sweep.list]" in found.text and "alpha = [0.1, 0.5]" in found.text
     row = found.words[found.words.index("alpha=0.5") :][:2]
     assert row == ["alpha=0.5", "selected"]
-    assert any(word.startswith("30.0 ± ") for word in found.words)  # the table's
-    assert not any(word.startswith("90.0 ± ") for word in found.words)
-    assert "90.1" in found.words[-200:] or "90.05" in found.text or "90.0" in found.words
+    assert any(word.startswith("30.1 ± ") for word in found.words)  # the table's
+    assert not any(word.startswith("90.1 ± ") for word in found.words)
+    row = found.words[found.words.index("alpha=0.1") :][:4]
+    assert row == ["alpha=0.1", "2", "50.0", "90.1"]
 
 
 def test_the_same_run_has_the_same_page(tmp_path):
