@@ -233,7 +233,7 @@ def test_metrics_lines_carry_the_cell_and_are_strict_json(tmp_path):
     assert "NaN" not in text and "Infinity" not in text
     first, second = (json.loads(line) for line in text.splitlines())
     assert (first["cell"], first["loss"], first["merge"]) == ("fedavg-mean-noto-seed0", None, {"residual": [0.5, None]})
-    assert second == {"cell": "fedavg-mean-noto-seed3", **CELL._asdict(), "seed": 3, "round": 1, "loss": 0.5}
+    assert second == {"cell": "fedavg-mean-noto-seed3", **CELL.as_record(), "seed": 3, "round": 1, "loss": 0.5}
 
 
 def test_metrics_beyond_the_checkpoints_and_broken_lines_are_dropped(tmp_path):

@@ -21,7 +21,7 @@ from fedjax_dg import cli, experiment
 from fedjax_dg.cli import ProgressBars, main
 from fedjax_dg.config import RunConfig, aggregator_options, algorithm_options, topology
 from fedjax_dg.experiment import CellRun, Grid, shapes_of
-from fedjax_dg.results import Cell, Checkpoints, read_json
+from fedjax_dg.results import Cell, Checkpoints, identity, read_json
 from fedjax_dg.run import Block, NotFinite, check_finite
 from fedjax_dg.types import RoundInfo, ServerState, Variables
 
@@ -163,6 +163,7 @@ def test_files(whole):
         "checkpoints",
         "config.json",
         "metrics.jsonl",
+        "model.json",
         "result.json",
         "splits.json",
         "table.md",
@@ -199,7 +200,7 @@ def test_result_has_the_schema(whole):
     result = read_json(whole / "result.json")
     assert list(result) == ["schema", "config", "environment", "cells", "summary", "paired", "failed"]
     assert {"schema": 1, **result["config"]} == read_json(whole / "config.json")
-    assert [Cell(*(c[k] for k in Cell._fields)).name for c in result["cells"]] == CELLS
+    assert [identity(c).name for c in result["cells"]] == CELLS
     for cell in result["cells"]:
         assert set(cell) == {
             *("algorithm", "aggregator", "held_out", "seed", "accuracy", "balanced_accuracy", "accuracy_unseen"),
@@ -224,7 +225,7 @@ def test_a_metrics_line_for_each_evaluated_round(whole):
 def test_results_are_the_scores_of_the_selected_round(whole):
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     for cell in read_json(whole / "result.json")["cells"]:
-        mine = [line for line in lines if all(line[k] == cell[k] for k in Cell._fields)]
+        mine = [line for line in lines if identity(line) == identity(cell)]
         best = max(mine, key=lambda line: line["source_accuracy"])  # the first of equals
         assert best["round"] == cell["selected_round"]
         assert all(cell[k] == best[k] for k in ("accuracy", "balanced_accuracy", "accuracy_unseen", "source_accuracy"))
