@@ -1,7 +1,9 @@
 """Models of run folders: loaded without data, exported, and taken up by another run."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from fedjax_dg.results import Cell
 
 #: Methods whose models have parameters beside the network's, and the first names of these.
 ADDING = {"fedsr": {"posterior"}, "lsi": {"bottleneck", "head_norm"}, "fedadg": {"generator"}}
+DOCUMENTATION = Path(__file__).parent.parent / "docs" / "figures.md"
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
 
 
@@ -242,3 +245,12 @@ def test_a_frozen_encoders_model_reads_what_the_encoder_made(tmp_path):
     assert model.encoded and model(np.zeros((2, sizes.hidden_size), np.float32)).shape == (2, 6)
     with pytest.raises(ValueError, match="they are states of the frozen encoder: make them with encoding.encode"):
         model(np.zeros((2, 7), np.int32))
+
+
+def test_the_example_in_the_documentation_runs(fake):
+    run, config, cells = fake
+    write_checkpoint(run, config, max(cells, key=lambda line: line["source_accuracy"]))
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    names = {"fdg": fdg, "images": IMAGES}
+    exec(example.replace("runs/demo", str(run)), names)
+    assert names["logits"].shape == (5, 6) and set(names["names"]) <= set(CLASSES)

@@ -28,7 +28,7 @@ from fedjax_dg.plots import (
     plot_latents,
 )
 from fedjax_dg.plots.common import selected_settings
-from fedjax_dg.plots.features import embed
+from fedjax_dg.plots.features import embed, head_inputs
 from fedjax_dg.plots.grams import effective_rank, spectra_of
 from fedjax_dg.plots.partition import counts, draw_counts
 from fedjax_dg.plots.sweeps import scale_of
@@ -372,6 +372,14 @@ def test_spectra_are_those_of_what_the_layers_read(whole, monkeypatch):
         x = np.asarray(read[layer], np.float64)
         expected = np.linalg.svd(x, compute_uv=False) ** 2 / len(x)
         np.testing.assert_allclose(spectra[1][layer], expected, atol=1e-5 * expected[0])
+
+
+def test_features_are_what_the_head_reads_of_each_row(whole, monkeypatch):
+    monkeypatch.setattr("fedjax_dg.plots.features.AT_ONCE", 4)
+    model, inputs = load_model(whole), np.random.default_rng(0).integers(0, 256, (9, 32, 32, 3), dtype=np.uint8)
+    rows = np.array([8, 0, 3, 3, 1, 7])
+    read = head_inputs(model, inputs, rows)
+    np.testing.assert_allclose(read, model.features(inputs[rows]), atol=1e-5)
 
 
 def test_the_same_points_are_drawn_every_time():

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from threadpoolctl import threadpool_limits
 
+from fedjax_dg.models import Model
 from fedjax_dg.plots.common import COLORS, MARKERS, Run, load_matplotlib
 
 MOST_EXAMPLES, MOST_CLASSES = 150, 7  # of a domain; of all
+AT_ONCE = 64
 
 
 def draw_features(runs: Sequence[Run]) -> Any:
@@ -38,8 +40,7 @@ def draw_features(runs: Sequence[Run]) -> Any:
         here = judged[domains.domain[judged] == domain]
         rows.append(np.random.default_rng(0).permutation(here)[:MOST_EXAMPLES])
     rows = np.concatenate(rows)
-    read = jax.jit(lambda variables, inputs: model.backbone.dense_inputs(variables, inputs)["head"])
-    places = embed(np.asarray(read(model.variables, jnp.asarray(np.asarray(domains.inputs[rows])))))
+    places = embed(head_inputs(model, domains.inputs, rows))
     figure = Figure(figsize=(8.2, 6.2), layout="constrained")
     axes, marks = figure.subplots(), []
     order = sorted(np.unique(domains.domain[rows]), key=lambda d: d == held_out)  # on top of the others
@@ -96,6 +97,18 @@ def draw_features(runs: Sequence[Run]) -> Any:
         [h for h, _ in handles], [t for _, t in handles], loc="outside right upper", fontsize=8, frameon=False
     )
     return figure
+
+
+def head_inputs(model: Model, inputs: Any, rows: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:
+    """What a model's head reads of the examples ``inputs[rows]``, ``AT_ONCE`` at a time."""
+    read = jax.jit(lambda variables, inputs: model.backbone.dense_inputs(variables, inputs)["head"])
+    places = np.arange(-(-len(rows) // AT_ONCE) * AT_ONCE)
+    padded = rows[np.minimum(places, len(rows) - 1)]  # so that one program does
+    parts = [
+        np.asarray(read(model.variables, jnp.asarray(np.asarray(inputs[part]))))
+        for part in np.split(padded, len(padded) // AT_ONCE)
+    ]
+    return np.concatenate(parts)[: len(rows)]
 
 
 def embed(rows: Float[np.ndarray, "N d"]) -> Float[np.ndarray, "N 2"]:

@@ -28,7 +28,7 @@ def draw_grams(runs: Sequence[Run]) -> Any:
     (run,) = runs
     model = run.model
     spectra = spectra_of(run)
-    layers = list(next(iter(spectra.values())))[:MOST_LAYERS]
+    layers = list(next(iter(spectra.values())))
     columns = min(3, len(layers))
     rows = -(-len(layers) // columns)
     figure = Figure(figsize=(4.6 * columns, 0.8 + 3.9 * rows), layout="constrained")
@@ -58,7 +58,8 @@ def draw_grams(runs: Sequence[Run]) -> Any:
 
 
 def spectra_of(run: Run) -> dict[int, dict[str, Float[np.ndarray, " d"]]]:
-    """By station and layer the eigenvalues, descending; of stations without examples nothing."""
+    """By station and layer, of at most the last ``MOST_LAYERS``, the eigenvalues, descending; of a station without examples
+    nothing."""
     model = run.model
     held = run.deal(model.cell["held_out"], model.cell["seed"]).held  # [S, C, N]
     measure = jax.jit(lambda variables, inputs: grams_of(model.backbone, variables, inputs))
