@@ -18,7 +18,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from fedjax_dg import datasets, encoding, sharding, splits, stream, weights
-from fedjax_dg.alignment.groups import from_leaves
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones import Backbone, on_encoded
 from fedjax_dg.config import (
     Numbers,
@@ -60,6 +60,18 @@ from fedjax_dg.run import (
 from fedjax_dg.tables import write_results
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
+#: What of a configuration says which data are read.
+DATA_OPTIONS = (
+    "dataset",
+    "data_dir",
+    "image_size",
+    "examples_per_domain",
+    "split",
+    "max_length",
+    "pretrained",
+    "held_out",
+)
+
 
 class Program(NamedTuple):
     """A compiled block of rounds, shared by every cell of its shapes whatever its hyper-parameters are."""
@@ -88,8 +100,8 @@ class Grid(NamedTuple):
 class Federations(Mapping[tuple[str, int], Federation]):
     """Federations by held-out domain and seed, each put on the devices when it is asked for; the last two are kept."""
 
-    def __init__(self, domains: Domains, deals: dict[tuple[str, int], Deal], mesh, stream: bool, workers: int):
-        decoded = functools.cache(lambda: domains._replace(inputs=read_all(domains.inputs, workers)))
+    def __init__(self, data: Data, deals: dict[tuple[str, int], Deal], mesh, stream: bool):
+        domains, decoded = data
         self.deals, self.stream = deals, stream
         self.placed = functools.lru_cache(2)(
             lambda which: place(domains if stream else decoded(), deals[which], mesh, stream)
@@ -103,6 +115,31 @@ class Federations(Mapping[tuple[str, int], Federation]):
 
     def __len__(self) -> int:
         return len(self.deals)
+
+    def forget(self) -> None:
+        """Let go of those on the devices."""
+        self.placed.cache_clear()
+
+
+class Data(NamedTuple):
+    """A data set, and itself with all its images decoded, once and when that is asked for."""
+
+    domains: Domains
+    decoded: Callable[[], Domains]
+
+
+def data_of(domains: Domains, workers: int) -> Data:
+    """A data set whose images are decoded by so many processes (0: threads)."""
+    return Data(domains, functools.cache(lambda: domains._replace(inputs=read_all(domains.inputs, workers))))
+
+
+def load_once(config: RunConfig, workers: int, shared: dict[tuple, Data]) -> Data:
+    """The configuration's data, read again only if they are others than those ``shared`` before."""
+    key = tuple(getattr(config, name) for name in DATA_OPTIONS)
+    if key not in shared:
+        shared.clear()
+        shared[key] = data_of(load_data(config), workers)
+    return shared[key]
 
 
 def load_data(config: RunConfig) -> Domains:
@@ -138,14 +175,16 @@ def resolve(
     workers: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
     settings: Sequence[Mapping[str, Any]] = ({},),
+    shared: dict[tuple, Data] | None = None,
 ) -> Grid:
     """Load the data, deal out every federation among the ``devices`` (by default the first), list the cells.
 
-    ``settings``: hyper-parameters that differ between the cells of a sweep, and only in numbers (``sweep.groups``). A
-    frozen encoder reads all texts here and ``report(done, total)`` is told of it. Raises ``ValueError`` for what does not
-    fit.
+    ``settings``: hyper-parameters that differ between the cells of a sweep, and only in numbers (``sweep.grids_of``).
+    ``shared``: data for several grids (``load_once``). A frozen encoder reads all texts here and ``report(done, total)`` is
+    told of it. Raises ``ValueError`` for what does not fit.
     """
-    domains = load_data(config)
+    data = load_once(config, workers, {} if shared is None else shared)
+    domains = data.domains
     if config.held_out != "all" and config.held_out not in domains.domain_names:
         raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
     mesh = sharding.mesh_for(topology(config), devices) if devices is not None and len(devices) > 1 else None
@@ -162,20 +201,7 @@ def resolve(
             )
         held_outs += tuple("+".join(pair) for pair in itertools.combinations(held_outs, 2))
     deals = {
-        (held_out, seed): deal(
-            domains,
-            held_out,
-            domain_mix=config.domain_mix,
-            setting=config.setting,
-            sources=sources,
-            seed=seed,
-            station_assignment=config.station_assignment,
-            remainders=config.remainders,
-            label_alpha=config.label_alpha,
-            split=config.split,
-            validation_fraction=config.validation_fraction,
-            **topology(config)._asdict(),
-        )
+        (held_out, seed): deal_of(config, domains, held_out, seed)
         for held_out in held_outs
         for seed in range(config.seeds)
     }
@@ -192,13 +218,33 @@ def resolve(
     sides = {str(seed): splits.draw(domains, config.split, fraction, seed) for seed in range(config.seeds)}
     told = {seed: splits.describe(domains, side) for seed, side in sides.items()}
     start = start_of(config, domains, report)
+    if start.domains is not domains:
+        data = data_of(start.domains, workers)
     domains = start.domains
     streamed = config.stream == "on"
     if config.stream == "auto":
         streamed = not all(fits(domains.inputs, dealt, mesh) for dealt in deals.values())
-    federations = Federations(domains, deals, mesh, streamed, workers)
+    federations = Federations(data, deals, mesh, streamed)
     return Grid(
         config, domains, start.backbone, federations, cells, told, mesh, start.pretrained, start.notices, workers
+    )
+
+
+def deal_of(config: RunConfig, domains: Domains, held_out: str, seed: int) -> Deal:
+    """Who holds which examples in one of the configuration's cells."""
+    return deal(
+        domains,
+        held_out,
+        domain_mix=config.domain_mix,
+        setting=config.setting,
+        sources=None if config.sources is None else names(config.sources),
+        seed=seed,
+        station_assignment=config.station_assignment,
+        remainders=config.remainders,
+        label_alpha=config.label_alpha,
+        split=config.split,
+        validation_fraction=config.validation_fraction,
+        **topology(config)._asdict(),
     )
 
 
@@ -222,8 +268,15 @@ def start_of(config: RunConfig, domains: Domains, report: Callable[[int, int], N
         notices += text_notices(config, backbone)
     if config.pretrained is None:
         return Start(domains, backbone, None, notices)
-    leaves, notice = weights.find_leaves(backbone, config.pretrained)
+    # of a model of ours the method's own layers are taken too, where this run's method has them
+    reader, added = backbone, set(weights.metadata(config.pretrained).get("added", ()))
+    if added:
+        adapted = build_algorithm(config).adapt(backbone)
+        reader = adapted if added & set(leaves_of(jax.eval_shape(adapted.init, jax.random.key(0)))) else backbone
+    leaves, notice = weights.find_leaves(reader, config.pretrained)
     notices += () if notice is None else (notice,)
+    if left := sorted({leaf.split("/")[1] for leaf in added - set(leaves)}):
+        notices += (f"Weights file {config.pretrained}: {', '.join(left)}, which its method had added, left out.",)
     if config.freeze_encoder:
         states, failed = encoding.encoded(backbone, from_leaves(leaves), domains.inputs, kept.folder("encoded"), report)
         notices += () if failed is None else (failed,)
@@ -258,9 +311,24 @@ def text_notices(config: RunConfig, backbone: Backbone) -> tuple[str, ...]:
 
 def sizes_of(grid: Grid) -> dict[str, int]:
     """What a method may have to know of the data set: how many domains it has, and how many of them are trained on."""
-    federation = next(iter(grid.federations.values()))
-    held = federation.counts().sum((0, 1)) > 0
-    return {"num_domains": len(grid.domains.domain_names), "num_sources": int(held.sum())}
+    rows = next(iter(grid.federations.deals.values())).held
+    held = np.unique(grid.domains.domain[rows[rows >= 0]])
+    return {"num_domains": len(grid.domains.domain_names), "num_sources": len(held)}
+
+
+def describe_model(grid: Grid) -> dict[str, Any]:
+    """What ``models.load_model`` needs to rebuild the network where the data, and the pretrained weights, are not."""
+    domains, encoder = grid.domains, getattr(grid.backbone.module, "config", None)
+    return {
+        "input_shape": list(domains.inputs.shape[1:]),
+        "input_dtype": str(domains.inputs.dtype),
+        "class_names": [str(name) for name in domains.class_names],
+        "domain_names": [str(name) for name in domains.domain_names],
+        "vocab_size": domains.vocab_size,
+        "encoder_sizes": None if encoder is None else encoder._asdict(),
+        "encoded": grid.config.freeze_encoder,  # inputs are what a frozen encoder made of texts
+        "sizes": sizes_of(grid),
+    }
 
 
 def round_of(grid: Grid, aggregator: str) -> Round:
@@ -470,6 +538,7 @@ def run_grid(
     grids = [grid] if isinstance(grid, Grid) else list(grid)
     for one in grids:
         folder.keep_splits(one.splits)
+        folder.keep_model(one.cells, describe_model(one))
     cells, failed = folder.finished(), []
     latest = {identity(result): result["rounds"] for result in cells}
     everything = [cell for one in grids for cell in one.cells]
@@ -484,6 +553,8 @@ def run_grid(
             checkpoints.check(template(rounds[cell.aggregator].like))
             latest[cell] = checkpoints.latest() or 0
             checkpoints.close()
+        if len(grids) > 1:  # else each would keep one on the devices from here on
+            one.federations.forget()
         queues.append((one, rounds, batches_of(waiting, latest, lambda rule, one=one: size_of(one, rule, at_once))))
     folder.keep_metrics({cell.name: done for cell, done in latest.items()})
 
@@ -532,6 +603,7 @@ def run_grid(
                         opened, program = running.pop(future)
                         if take(opened, program, future.result()):
                             running[pool.submit(opened.advance)] = (opened, program)
+                one.federations.forget()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     write_results(folder, cells, failed, complete=True)

@@ -355,7 +355,7 @@ def rows(
     columns = list(dict.fromkeys(s["held_out"] for s in summary))
     columns = [c for c in columns if c not in OVERALL] + [c for c in OVERALL if c in columns]
     swept, named = any("hparams" in s for s in summary), any("run" in s for s in summary)
-    best = {c: max((s["mean"] for s in summary if s["held_out"] == c), default=None) for c in columns}
+    compared = {c: [s["mean"] for s in summary if s["held_out"] == c] for c in columns}
     plus_minus = r"$\pm$" if latex else "±"
 
     def text(entry, sign=""):
@@ -364,7 +364,8 @@ def rows(
         number = f"{100 * entry['mean']:{sign}.1f}"
         if entry[spread] is not None:
             number += f" {plus_minus} {100 * entry[spread]:.1f}"
-        if latex and not sign and entry["mean"] == best[entry["held_out"]]:
+        others = compared[entry["held_out"]]
+        if latex and not sign and len(others) > 1 and entry["mean"] == max(others):
             number = rf"\textbf{{{number}}}"
         return number + ("" if entry["n"] == seeds else f" (n={entry['n']})")
 

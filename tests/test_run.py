@@ -145,6 +145,7 @@ def test_files(whole):
         "checkpoints",
         "config.json",
         "metrics.jsonl",
+        "model.json",
         "result.json",
         "splits.json",
         "table.md",
