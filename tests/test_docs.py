@@ -169,6 +169,13 @@ def test_examples_run(page, monkeypatch, tmp_path):
     assert follow(page)
 
 
+def test_every_example_is_run_by_a_test():
+    """Those of the README and of figures.md by tests of their own (``test_readme.py``, ``test_models.py``)."""
+    added = {f"docs/add_{what}.md" for what in ("algorithm", "aggregator", "backbone", "dataset")}
+    here = added | {f"docs/{name}.md" for name in ("concepts", "devices", "logging", "quickstart")}
+    assert {page for page in PAGES if blocks(page, "python")} == here | {"README.md", "docs/figures.md"}
+
+
 @pytest.mark.slow
 def test_the_quickstart_runs(full_optimization, capsys):
     history = follow("docs/quickstart.md")["history"]
