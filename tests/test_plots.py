@@ -10,6 +10,7 @@ from fake_run import DOMAINS, config_of, grid, line_of, record_of, write_checkpo
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from threadpoolctl import threadpool_limits
 
 from fedjax_dg.cli import main
 from fedjax_dg.datasets import Domains
@@ -27,7 +28,7 @@ from fedjax_dg.plots import (
     plot_alignment,
     plot_latents,
 )
-from fedjax_dg.plots.common import selected_settings
+from fedjax_dg.plots.common import MOST_LINES, line_style, selected_settings
 from fedjax_dg.plots.features import embed, head_inputs
 from fedjax_dg.plots.grams import effective_rank, spectra_of
 from fedjax_dg.plots.partition import counts, draw_counts
@@ -222,7 +223,7 @@ def whole(tmp_path_factory):
 
 
 def test_every_kind_is_drawn_or_skipped_by_name(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedjax_dg.plots.features.MOST_EXAMPLES", 20)
+    monkeypatch.setattr("fedjax_dg.plots.features.MOST_EXAMPLES", 12)
     monkeypatch.setattr("fedjax_dg.plots.grams.MOST_ROWS", 64)
     found = list(plot([whole], tmp_path / "figures"))
     (skipped,) = [f for f in found if not hasattr(f, "read_bytes")]
@@ -317,6 +318,12 @@ def test_curves_are_means_and_bands_the_range(tmp_path):
     assert_nothing_is_cut(figure)
 
 
+def test_no_two_lines_look_alike():
+    styles = [tuple(line_style(number).values()) for number in range(MOST_LINES)]
+    assert len(set(styles)) == MOST_LINES
+    assert len({(color, dashes) for color, _, dashes in styles}) == MOST_LINES
+
+
 def test_more_lines_than_can_be_told_apart_are_refused(tmp_path):
     rules = [f"rule{i}" for i in range(13)]
     run = open_run(write_run(tmp_path / "run", config_of(), grid(config_of(), rules, ("noto",), 1)))
@@ -370,7 +377,8 @@ def test_spectra_are_those_of_what_the_layers_read(whole, monkeypatch):
     read = jax.jit(model.backbone.dense_inputs)(model.variables, jax.numpy.asarray(run.data.inputs[chosen]))
     for layer in ("dense2", "head"):
         x = np.asarray(read[layer], np.float64)
-        expected = np.linalg.svd(x, compute_uv=False) ** 2 / len(x)
+        with threadpool_limits(1):
+            expected = np.linalg.svd(x, compute_uv=False) ** 2 / len(x)
         np.testing.assert_allclose(spectra[1][layer], expected, atol=1e-5 * expected[0])
 
 

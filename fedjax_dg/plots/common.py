@@ -143,8 +143,8 @@ def load_matplotlib() -> tuple[Any, Any]:
 
 def line_style(number: int) -> dict[str, Any]:
     """Colour, marker and dashes of a figure's line, all of which differ."""
-    dashes = DASHES[(number + number // len(COLORS)) % len(DASHES)]
-    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": dashes}
+    cycles = {"color": COLORS, "marker": MARKERS, "linestyle": DASHES}
+    return {name: values[number % len(values)] for name, values in cycles.items()}
 
 
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], width: float, **options: Any) -> None:
