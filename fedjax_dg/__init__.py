@@ -15,9 +15,11 @@
 """
 
 from fedjax_dg import aggregators, algorithms, alignment, backbones, datasets, sharding, weights
+from fedjax_dg.config import RunConfig
 from fedjax_dg.federation import Federation, federate
 from fedjax_dg.models import Model, load_model
 from fedjax_dg.run import NotFinite, Round, make_round, run, run_blocks
+from fedjax_dg.sweep import Sweep, sweep
 from fedjax_dg.types import (
     Aggregator,
     Algorithm,
@@ -44,8 +46,10 @@ __all__ = [
     "Received",
     "Round",
     "RoundInfo",
+    "RunConfig",
     "ServerState",
     "Start",
+    "Sweep",
     "Topology",
     "Variables",
     "aggregators",
@@ -59,5 +63,6 @@ __all__ = [
     "run",
     "run_blocks",
     "sharding",
+    "sweep",
     "weights",
 ]

@@ -1,4 +1,7 @@
-"""The command line: ``fedjax-dg run | table | plot | data | traffic``. A thin layer over functions that Python has too."""
+"""The command line, ``fedjax-dg run | sweep | table | plot | report | export | data | traffic``.
+
+A thin layer over functions that Python has too.
+"""
 
 from __future__ import annotations
 
@@ -9,52 +12,42 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import tyro
-from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from fedjax_dg import datasets, estimate, sharding, stream
-from fedjax_dg.aggregators import AGGREGATORS
-from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
+from fedjax_dg import estimate, loggers, sharding, stream, tables
+from fedjax_dg.commands.data import data_command
 from fedjax_dg.commands.export import export_command
 from fedjax_dg.commands.plot import plot_command
 from fedjax_dg.commands.report import report_command
+from fedjax_dg.commands.table import table_command
+from fedjax_dg.commands.traffic import traffic_command
 from fedjax_dg.config import (
     RunConfig,
-    build_aggregator,
-    build_algorithm,
     check,
     names,
+    numbers_of,
     parse_settings,
     read_toml,
-    topology,
 )
-from fedjax_dg.datasets.checking import check as check_files
-from fedjax_dg.datasets.prepare import prepare
-from fedjax_dg.errors import unknown
 from fedjax_dg.experiment import (
     Grid,
+    check_at_once,
     compile_block,
     default_jobs,
-    identity,
     majority_share,
     resolve,
-    round_of,
+    rounds_of,
     run_grid,
-    table_title,
 )
-from fedjax_dg.results import Cell, RunFolder, read_json, rows
-from fedjax_dg.traffic import Traffic, as_json, traffic_of
-
-#: Problems that ``data check`` prints, and classes that its table has columns for.
-MOST_PROBLEMS, MOST_CLASSES = 20, 12
+from fedjax_dg.progress import CountBar, ProgressBars, shows_bars
+from fedjax_dg.results import RunFolder, identity
+from fedjax_dg.sweep import grids_of, is_sweep, product, read_sweep
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,18 @@ class RunOptions(RunConfig):
     """Processes that decode images; 0 = threads of this one."""
     cpu_devices: int = 1
     """Spread every cell over this many CPU devices, instead of training several cells at a time."""
+    log: str | None = None
+    """Loggers beside metrics.jsonl, comma separated: tensorboard, wandb, mlflow; they write into the run folder."""
     distributed: bool = False
     """Spread every cell over the processes of a Slurm job, a TPU slice, or as JAX_COORDINATOR_ADDRESS and others say."""
+
+
+@dataclass(frozen=True)
+class SweepOptions(RunOptions):
+    """Train every setting that a file asks for x server rules x held-out domains x seeds, then print the table."""
+
+    at_once: int | None = None
+    """Settings that one program computes side by side; by default as many as fit, on CPU one."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,24 +95,32 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     keep_programs()
     console = Console()
-    if not console.is_terminal:
+    if not shows_bars(console):
         console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
     try:
-        default = RunOptions(**_fields(read_toml(path))) if (path := _config_path(arguments)) else RunOptions()
+        given = _fields(read_toml(path)) if (path := _config_path(arguments)) else {}
 
-        def run(run: tyro.conf.OmitArgPrefixes[RunOptions] = default) -> int:
+        def run(run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(**given)) -> int:
+            if path is not None and is_sweep(path):
+                raise ValueError(f"{path} has [sweep] tables: give it to fedjax-dg sweep.")
             return run_command(run, console)
 
-        run.__doc__ = RunOptions.__doc__
+        def sweep(sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(**given)) -> int:
+            if path is None:
+                raise ValueError("No sweep is given: name its file with --config, with tables [run] and [sweep.grid].")
+            return run_command(sweep, console)
+
+        run.__doc__, sweep.__doc__ = RunOptions.__doc__, SweepOptions.__doc__
         return tyro.extras.subcommand_cli_from_dict(
             {
                 "run": run,
-                "table": _table_command(console),
+                "sweep": sweep,
+                "table": table_command(console),
                 "plot": plot_command(console),
-                "data": _data_command(console),
-                "traffic": _traffic_command(console),
-                "export": export_command(console),
+                "data": data_command(console),
                 "report": report_command(console),
+                "export": export_command(console),
+                "traffic": traffic_command(console),
             },
             prog="fedjax-dg",
             description="Federated domain generalization in JAX.",
@@ -125,31 +136,42 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_command(options: RunOptions, console: Console) -> int:
-    """``fedjax-dg run``."""
-    if options.jobs is not None and options.jobs < 1:
-        raise ValueError(f"jobs={options.jobs} is not positive: give 1 or more.")
+    """``fedjax-dg run`` and ``fedjax-dg sweep``."""
+    at_once = options.at_once if isinstance(options, SweepOptions) else 1
+    for name, value in (("jobs", options.jobs), ("at_once", at_once)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is not positive: give 1 or more.")
+    logs = loggers.chosen(names(options.log or ""))
     devices = start_devices(options.cpu_devices, options.distributed)
     if not sharding.is_first():
         console.quiet = True
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
-    with _Counter(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
-        grid = resolve(config, devices, options.workers, report)
-    for notice in grid.notices:
+    with CountBar(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
+        if isinstance(options, SweepOptions):
+            assert options.config is not None
+            settings = product(config=config, **read_sweep(options.config))
+            grids = grids_of(config, settings, devices, options.workers, report)
+        else:
+            grids = [resolve(config, devices, options.workers, report)]
+    check_at_once(grids, at_once)
+    for notice in dict.fromkeys(notice for grid in grids for notice in grid.notices):
         console.print(notice, highlight=False)
-    rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
+    rounds = [{name: rounds_of(grid, name) for name in names(grid.config.aggregator)} for grid in grids]
     if options.dry_run:
         console.print_json(json.dumps(dataclasses.asdict(config)))
-        describe(grid, rounds, options.jobs, console)
+        for grid, own in zip(grids, rounds):
+            describe(grid, own, options.jobs, console)
         return 0
-    out = options.out or f"runs/{config.dataset}-{config.algorithm}-{config.held_out}"
+    kind = "sweep-" if isinstance(options, SweepOptions) else ""
+    out = options.out or f"runs/{kind}{config.dataset}-{config.algorithm}-{config.held_out}"
     folder = RunFolder(Path(out), config, options.resume, options.overwrite)
-    with ProgressBars(console, grid) as report:
-        cells, failed = run_grid(grid, folder, report, options.jobs)
+    with ProgressBars(console, grids) as bars, loggers.opened(logs, folder.path, bars, console.print) as report:
+        cells, failed = run_grid(grids, folder, report, options.jobs, at_once)
     if cells:
-        show_table(console, cells, config)
-    for held_out in dict.fromkeys(cell.held_out for cell in grid.cells):
+        console.print(tables.render([folder.path]), highlight=False, markup=False, end="")
+    for held_out in dict.fromkeys(cell["held_out"] for cell in cells if "+" not in cell["held_out"]):
         console.print(
-            f"Always answering the commonest class of {held_out}: {100 * majority_share(grid.domains, held_out):.1f} %"
+            f"Always answering the commonest class of {held_out}: {100 * majority_share(grids[0].domains, held_out):.1f} %"
         )
     console.print(f"Run folder: {folder.path}", soft_wrap=True)
     for failure in failed:
@@ -180,269 +202,6 @@ def start_devices(cpu_devices: int, distributed: bool) -> list:
     return devices if distributed or devices[0].platform != "cpu" else devices[:cpu_devices]
 
 
-def _table_command(console: Console):
-    def table(runs: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
-        """Print the table of one or more run folders."""
-        if not runs:
-            raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
-        for run in runs:
-            path = Path(run) / "result.json"
-            if not path.exists():
-                raise ValueError(
-                    f"{run} has no result.json: give the folder of a run that has finished at least one cell."
-                )
-            result = read_json(path)
-            console.print(run, highlight=False)
-            show_table(console, result["cells"], RunConfig(**result["config"]))
-        return 0
-
-    return table
-
-
-@dataclass(frozen=True)
-class DataList:
-    """List the data sets."""
-
-
-@dataclass(frozen=True)
-class DataCheck:
-    """Check a data set on disk: what is there, what should be, every image decoded; exit status 1 for any problem."""
-
-    name: tyro.conf.Positional[str]
-    """Data set, see `fedjax-dg data list`."""
-    data_dir: str | None = None
-    """The folder that holds it, up to three folders above its domains."""
-    workers: int = 0
-    """Processes that decode; 0 for threads."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-@dataclass(frozen=True)
-class DataPrepare:
-    """Decode and resize a data set of image files once; give the folder as --data-dir afterwards."""
-
-    name: tyro.conf.Positional[str]
-    """Data set, see `fedjax-dg data list`."""
-    data_dir: str | None = None
-    """The folder that holds it, up to three folders above its domains."""
-    out: str | None = None
-    """Folder to write."""
-    format: Literal["uint8", "array_record"] = "uint8"
-    """One array that is mapped into memory, or compressed records of tensorflow_datasets."""
-    image_size: int = 224
-    """Both sides of the images in pixels."""
-    workers: int = 0
-    """Processes that decode; 0 for threads."""
-    overwrite: bool = False
-    """Replace a prepared data set with other content."""
-
-
-DataAction = (
-    Annotated[DataList, tyro.conf.subcommand("list")]
-    | Annotated[DataCheck, tyro.conf.subcommand("check")]
-    | Annotated[DataPrepare, tyro.conf.subcommand("prepare")]
-)
-
-
-def _data_command(console: Console):
-    def data(action: tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[DataAction]]) -> int:
-        """List the data sets, check one on disk, or prepare it for quick reading."""
-        if isinstance(action, DataCheck):
-            return check_data(action, console)
-        if isinstance(action, DataPrepare):
-            return prepare_data(action, console)
-        for name in datasets.DATASETS:
-            console.print(datasets.describe(name), highlight=False)
-        return 0
-
-    return data
-
-
-def check_data(options: DataCheck, console: Console) -> int:
-    """``fedjax-dg data check``."""
-    with _Counter(console, f"checking {options.name}", quiet=options.json) as report:
-        found = check_files(options.name, options.data_dir, options.workers, report)
-    if options.json:
-        console.print_json(json.dumps(found._asdict() | {"ok": found.ok}))
-        return 0 if found.ok else 1
-    where = f"in {found.root}" if found.root is not None else "without a folder"
-    words = [
-        found.name,
-        where,
-        *([f"({found.layout})"] if found.layout else []),
-        *([found.version] if found.version else []),
-    ]
-    console.print(" ".join(words[:3]) + "".join(f": {word}" for word in words[3:]), highlight=False, markup=False)
-    if found.counts:
-        console.print(_counts_table(found, console.is_terminal))
-    for note in found.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False)
-    for problem in found.problems[:MOST_PROBLEMS]:
-        console.print(f"Problem: {problem}", highlight=False, markup=False)
-    if len(found.problems) > MOST_PROBLEMS:
-        console.print(f"and {len(found.problems) - MOST_PROBLEMS} more problems; --json gives all", highlight=False)
-    console.print("ok" if found.ok else f"{len(found.problems)} problems" if len(found.problems) > 1 else "1 problem")
-    return 0 if found.ok else 1
-
-
-def _counts_table(found, lines: bool) -> Table:
-    """Examples by domain, and by class where these are few."""
-    header = "domain", *(("expected",) if found.expected else ()), found.unit
-    table = Table(*header, box=HEAVY_HEAD if lines else None)
-    by_class = len(found.class_names) <= MOST_CLASSES
-    for name in found.class_names if by_class else (f"classes with {found.unit}",):
-        table.add_column(Text(name), overflow="fold")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for number, (name, counts) in enumerate(zip(found.domain_names, found.counts, strict=True)):
-        expected = [f"{found.expected[number]:,}"] if found.expected else []
-        rest = [f"{count:,}" for count in counts] if by_class else [f"{sum(count > 0 for count in counts)}"]
-        table.add_row(Text(name), *expected, f"{sum(counts):,}", *rest)
-    return table
-
-
-def prepare_data(options: DataPrepare, console: Console) -> int:
-    """``fedjax-dg data prepare``."""
-    if options.out is None:
-        raise ValueError("No folder to write is given: name it with --out.")
-    settings = {name: getattr(options, name) for name in ("format", "image_size", "workers", "overwrite")}
-    with _Counter(console, f"preparing {options.name}") as report:
-        out = prepare(options.name, options.data_dir, options.out, report=report, **settings)
-    console.print(f"Wrote {out}: give it as --data-dir.", highlight=False, soft_wrap=True, markup=False)
-    return 0
-
-
-class _Counter:
-    """Context: a bar on a terminal, some lines elsewhere; gives a ``report`` of how many of how many are done."""
-
-    def __init__(self, console: Console, what: str, quiet: bool = False, unit: str = "images"):
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self.bar = Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True)
-        self.console, self.what, self.unit, self.printed = console, what, unit, 0
-        self.lines = not quiet and not console.is_terminal
-
-    def __enter__(self):
-        self.bar.start()
-        self.task = self.bar.add_task(self.what, total=None)
-        return self.report
-
-    def __exit__(self, *exception):
-        self.bar.stop()
-
-    def report(self, done: int, total: int) -> None:
-        self.bar.update(self.task, completed=done, total=total)
-        tenth = 10 * done // max(total, 1)
-        if self.lines and tenth > self.printed:
-            self.printed = tenth
-            self.console.print(f"{self.what}: {done:,} of {total:,} {self.unit}", highlight=False)
-
-
-@dataclass(frozen=True)
-class TrafficOptions:
-    """What travels between a client and its server, read off shapes; nothing is trained."""
-
-    algorithm: str = "fedavg"
-    aggregator: str = "mean"
-    """The server rule."""
-    station_aggregator: str = "mean"
-    """The stations' rule."""
-    backbone: str = "lenet5"
-    num_classes: int = 7
-    num_domains: int = 3
-    """Source domains."""
-    image_size: int | None = None
-    """One side of the images; by default the backbone's own."""
-    regmean_scope: str | None = None
-    """Dense layers that HFedATM merges by RegMean: head, all_dense, none; by default head for texts, else all_dense."""
-    stations: int = 1
-    clients_per_station: int = 3
-    station_rounds: int = 1
-    rounds: int = 20
-    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """An option of the algorithm or the aggregator; may be given several times."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-def _traffic_command(console: Console):
-    def traffic(options: tyro.conf.OmitArgPrefixes[TrafficOptions] = TrafficOptions()) -> int:
-        found = traffic_of_options(options)
-        if options.json:
-            console.print_json(json.dumps(as_json(found)))
-        else:
-            show_traffic(console, found)
-        return 0
-
-    traffic.__doc__ = TrafficOptions.__doc__
-    return traffic
-
-
-def traffic_of_options(options: TrafficOptions) -> Traffic:
-    """``traffic.traffic_of`` for names. Raises ``ValueError`` for what does not fit."""
-    shared = ("algorithm", "aggregator", "backbone", "stations", "clients_per_station", "station_rounds", "rounds")
-    shared += ("regmean_scope",)
-    texts = options.backbone in TEXT_BACKBONES
-    dataset = next(iter(datasets.texts.LOADERS)) if texts else RunConfig.dataset
-    given = {name: getattr(options, name) for name in shared}
-    config = check(RunConfig(dataset=dataset, **given, settings=parse_settings(options.set), eval_every=1))
-    if len(names(config.aggregator)) > 1:
-        raise ValueError(f"aggregator={config.aggregator!r} names several server rules: give one.")
-    if options.station_aggregator not in AGGREGATORS:
-        raise unknown("aggregator", options.station_aggregator, AGGREGATORS)
-    for name in ("num_classes", "num_domains"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name}={getattr(options, name)} is not positive: give 1 or more.")
-    if texts and options.image_size is not None:
-        raise ValueError(f"image_size={options.image_size} is given, but {options.backbone} takes texts: leave it out.")
-    size = {} if options.image_size is None else {"image_size": options.image_size}
-    factory: Any = (TEXT_BACKBONES if texts else BACKBONES)[config.backbone]
-    backbone = factory(options.num_classes, **size)
-    sizes = {"num_domains": options.num_domains, "num_sources": options.num_domains}
-    return traffic_of(
-        backbone,
-        build_algorithm(config, **sizes),
-        topology(config),
-        options.rounds,
-        build_aggregator(config, config.aggregator),
-        AGGREGATORS[options.station_aggregator](),
-    )
-
-
-def show_traffic(console: Console, found: Traffic) -> None:
-    """Print what travels, how much of it there is, and what it tells."""
-    parts = Table("part", "floats", "bytes", "where", "kept until", title="Sizes")
-    for name, part in found.parts.items():
-        parts.add_row(name, f"{part.size.floats:,}", f"{part.size.bytes:,}", part.place, part.until)
-    ways = Table("one client", "floats up", "floats down", "MB up", "MB down", title="Traffic")
-    for name, both in (
-        ("before round 1", found.before),
-        ("a round", found.per_round),
-        (f"{found.rounds} rounds", found.per_run),
-    ):
-        floats = (f"{way.floats:,}" for way in both)
-        ways.add_row(name, *floats, *(f"{way.bytes / 1e6:,.2f}" for way in both))
-    told = Table("beside the model's parameters", "seen by", "when", title="What leaves a client")
-    for what, seen_by, when in found.disclosures:
-        told.add_row(what, seen_by, when)
-    for table in (parts, ways, told) if found.disclosures else (parts, ways):
-        for column in table.columns[1:]:
-            column.justify = "right" if "floats" in str(column.header) or "bytes" in str(column.header) else "left"
-        console.print(table)
-
-
-def show_table(console: Console, cells: list[dict], config: RunConfig) -> None:
-    """Print the table of finished cells."""
-    header, lines = rows(cells, config.seeds)
-    table = Table()
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    console.print(table_title(config), highlight=False)
-    console.print(table)
-
-
 def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> None:
     """Print the first federation of a grid, the devices, and what memory and time each server rule will take."""
     (held_out, seed), federation = next(iter(grid.federations.items()))
@@ -471,9 +230,11 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
             f"Streamed: a round reads at most {images:,} examples, {size / 2**20:,.0f} MiB and as much for the next one; an "
             f"evaluation reads {len(federation.evaluation.unseen):,}"
         )
-    config, jobs = grid.config, jobs or default_jobs(grid)
-    for name, round_fn in rounds.items():
-        program = compile_block(round_fn, federation, config.eval_every)
+    config, jobs = grid.config, jobs or default_jobs([grid])
+    for name, rounds_fn in rounds.items():
+        round_fn = rounds_fn.like
+        numbers = numbers_of(config, name)
+        program = compile_block(rounds_fn, numbers, federation, config.eval_every)
         console.print(
             f"Memory of a round with {name}: {program.memory / 2**20:.0f} MiB a device; compiled in {program.seconds:.1f} s"
         )
@@ -484,67 +245,6 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
                 f"Time with {name}: about {took.round:.3g} s a round, {took.run:.3g} s for its {cells} cells, {jobs} at a "
                 "time (from one client's part; without the server's)"
             )
-
-
-class ProgressBars:
-    """Context: bars on a terminal, a line per finished cell elsewhere; gives the ``report`` of ``run_grid``."""
-
-    def __init__(self, console: Console, grid: Grid):
-        self.console, self.rounds = console, grid.config.rounds
-        self.total = len(grid.cells) * grid.config.rounds
-        self.tasks: dict[Cell, TaskID] = {}
-        self.stages: dict[tuple[Cell, str], TaskID] = {}
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[unit]} {task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[scores]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self):
-        self.bars.start()
-        self.all = self.bars.add_task("all cells", total=self.total, unit="round", scores="")
-        return self.report
-
-    def __exit__(self, *exception):
-        self.bars.stop()
-
-    def report(self, event: str, cell: Cell, value) -> None:
-        if event == "compiled":
-            self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
-        elif event == "start":
-            name = f"{cell.aggregator}, {cell.held_out}, seed {cell.seed}"
-            self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, unit="round", scores="")
-            self.bars.advance(self.all, value)
-        elif event == "stage":
-            name, done, blocks, numbers = value
-            text = "  ".join(f"{key.replace('_', ' ')} {number:.3f}" for key, number in numbers.items())
-            if (cell, name) not in self.stages:
-                title = f"{cell.held_out}, seed {cell.seed}: {name}"
-                self.stages[cell, name] = self.bars.add_task(title, total=blocks, unit="part", scores="")
-            self.bars.update(self.stages[cell, name], completed=done, scores=text)
-            if done == blocks:
-                self.bars.remove_task(self.stages.pop((cell, name)))
-                self.console.print(f"{cell.name}: {name} done  {text}", highlight=False)
-        elif event == "record":
-            text = f"loss {value['train_loss']:.3f}  held-out {100 * value['accuracy']:.1f} %"
-            step = value["round"] - self.bars.tasks[self.bars.task_ids.index(self.tasks[cell])].completed
-            self.bars.update(self.tasks[cell], completed=value["round"], scores=text)
-            self.bars.advance(self.all, step)
-        elif event == "done":
-            self.bars.remove_task(self.tasks.pop(cell))
-            self.console.print(
-                f"{cell.name}: held-out {100 * value['accuracy']:.1f} %, source {100 * value['source_accuracy']:.1f} % "
-                f"(round {value['selected_round']} of {value['rounds']}, by {value['selection']}), "
-                f"{value['seconds']:.1f} s",
-                highlight=False,
-            )
-        elif event == "failed":
-            self.bars.remove_task(self.tasks.pop(cell))
-            self.console.print(f"{cell.name}: stopped. {value}", highlight=False)
 
 
 def _config(options: RunOptions) -> RunConfig:

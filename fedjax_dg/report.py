@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_dg import __version__
+from fedjax_dg import __version__, tables
 from fedjax_dg.config import RunConfig
-from fedjax_dg.experiment import table_title
 from fedjax_dg.plots import KINDS, Drawn, Run, draw, open_run, svg_of
 from fedjax_dg.plots.alignment import aligned_in
 from fedjax_dg.plots.common import mean_scores, selected_settings, setting_of, setting_text
-from fedjax_dg.results import interval, read_config_of, read_json, summarise, write_atomically
+from fedjax_dg.results import read_config_of, read_json, write_atomically
 
 #: What each selection rule looks at, for readers of the page.
 SELECTED_BY = {
@@ -184,30 +183,10 @@ def _accuracies(content: Content) -> str:
     chosen = selected_settings(cells)
     shown = [cell for cell in cells if setting_of(cell) == chosen[cell["algorithm"], cell["aggregator"]]]
     shown = [{name: value for name, value in cell.items() if name != "hparams"} for cell in shown]
-    summary, paired = (_with_worst(entries, shown) for entries in summarise(shown))
-    columns = list(dict.fromkeys(entry["held_out"] for entry in summary))
-    columns = [c for c in columns if c not in ("average", "worst")] + [c for c in ("average", "worst") if c in columns]
-
-    def text(entry: Mapping[str, Any] | None, sign: str = "") -> str:
-        if entry is None:
-            return "–"
-        spread = "" if entry["ci95"] is None else f" ± {100 * entry['ci95']:.1f}"
-        number = "" if entry["n"] == config.seeds else f" (n={entry['n']})"
-        return f"{100 * entry['mean']:{sign}.1f}{spread}{number}"
-
-    rows = []
-    for entries, sign in ((summary, ""), (paired, "+")):
-        lines: dict[tuple, dict[str, dict]] = {}
-        for entry in entries:
-            lines.setdefault((entry["algorithm"], entry["aggregator"], entry.get("baseline")), {})[
-                entry["held_out"]
-            ] = entry
-        for (algorithm, aggregator, baseline), line in lines.items():
-            name = aggregator if baseline is None else f"{aggregator} − {baseline}"
-            rows.append([algorithm, name, *(text(line.get(column), sign) for column in columns)])
+    header, lines = tables.rows(shown, config.seeds)
     swept = [f"{', '.join(rule)}: {setting_text(setting)}" for rule, setting in chosen.items() if setting]
     told = [
-        table_title(config),
+        tables.table_title(config),
         SELECTED_BY.get(config.selection, f"Selected by {config.selection}."),
         "Differences are paired by seed; “average” is each seed's mean and “worst” its minimum over the held-out domains.",
     ]
@@ -217,34 +196,7 @@ def _accuracies(content: Content) -> str:
             f"held-out domains and seeds ({'; '.join(swept)})."
         )
     notes = "".join(f'<p class="note">{escape(line)}</p>\n' for line in told)
-    return _section(
-        "Accuracy on the held-out domain", notes + _table(["algorithm", "server rule", *columns], rows, text_columns=2)
-    )
-
-
-def _with_worst(entries: Sequence[dict[str, Any]], cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``summarise``'s entries with a column ``worst`` for every row, where they do not have it."""
-    entries = list(entries)
-    domains = list(dict.fromkeys(cell["held_out"] for cell in cells))
-    if len(domains) < 2 or any(entry["held_out"] == "worst" for entry in entries):
-        return entries
-    worst: dict[tuple[str, str], dict[int, float]] = {}
-    for rule in dict.fromkeys((cell["algorithm"], cell["aggregator"]) for cell in cells):
-        by_seed: dict[int, list[float]] = {}
-        for cell in cells:
-            if (cell["algorithm"], cell["aggregator"]) == rule:
-                by_seed.setdefault(cell["seed"], []).append(cell["accuracy"])
-        worst[rule] = {seed: min(values) for seed, values in by_seed.items() if len(values) == len(domains)}
-    for row in dict.fromkeys((e["algorithm"], e["aggregator"], e.get("baseline")) for e in entries):
-        algorithm, aggregator, baseline = row
-        values = worst[algorithm, aggregator]
-        if baseline is not None:
-            base = worst.get((algorithm, baseline), {})
-            values = {seed: value - base[seed] for seed, value in values.items() if seed in base}
-        if values:
-            told = {"algorithm": algorithm, "aggregator": aggregator, "held_out": "worst"}
-            entries.append(told | ({} if baseline is None else {"baseline": baseline}) | interval(values.values()))
-    return entries
+    return _section("Accuracy on the held-out domain", notes + _table(header, lines, text_columns=2))
 
 
 def _settings(content: Content) -> str:

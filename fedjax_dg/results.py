@@ -11,14 +11,12 @@ import platform
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from scipy import stats
 
 from fedjax_dg import sharding
 from fedjax_dg.config import RunConfig, differences
@@ -123,15 +121,15 @@ def environment() -> dict[str, Any]:
 
 
 class RunFolder:
-    """``runs/<name>/``: ``config.json``, ``splits.json``, ``model.json``, ``metrics.jsonl``, ``result.json``,
-    ``table.md``, ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
+    """``runs/<name>/``: ``config.json``, ``cells.json``, ``splits.json``, ``model.json``, ``metrics.jsonl``,
+    ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
 
     Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
     configuration, the same one without ``resume``, or something else, or cannot be written.
     """
 
     def __init__(self, path: Path, config: RunConfig, resume: bool = False, overwrite: bool = False):
-        self.path = Path(path)
+        self.path, self.config = Path(path), config
         wanted = {"schema": SCHEMA, **dataclasses.asdict(config)}
         try:
             is_run = self._check(wanted, resume, overwrite)
@@ -183,6 +181,13 @@ class RunFolder:
             )
         if sharding.is_first():
             write_atomically(path, json.dumps(splits, indent=2) + "\n")
+
+    def keep_cells(self, cells: Sequence[Cell]) -> None:
+        """Write ``cells.json``: what is going to be trained, for tables to know what is missing."""
+        if sharding.is_first():
+            write_atomically(
+                self.path / "cells.json", json.dumps({"cells": [cell.as_record() for cell in cells]}) + "\n"
+            )
 
     def keep_model(self, cells: Sequence[Cell], description: dict[str, Any]) -> None:
         """Write ``model.json``: what the networks of these cells are rebuilt from, where the data are not
@@ -306,91 +311,3 @@ def _named(tree: PyTree) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
-
-
-def interval(values: Iterable[float]) -> dict[str, Any]:
-    """Mean and half width of the 95 % t interval; the latter is None for fewer than two values."""
-    values = np.asarray(list(values), np.float64)
-    n = len(values)
-    half = float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)) if n > 1 else None
-    return {"mean": float(values.mean()), "ci95": half, "n": n}
-
-
-def summarise(cells: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """``summary`` (per algorithm, server rule, held-out domain) and ``paired`` differences to the first server rule.
-
-    Over seeds; the domain ``average`` is each seed's mean over the held-out domains, for seeds that have all of them.
-    """
-    table: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for cell in cells:
-        row = table.setdefault((cell["algorithm"], cell["aggregator"]), {})
-        row.setdefault(cell["held_out"], {})[cell["seed"]] = cell["accuracy"]
-    domains = list(dict.fromkeys(cell["held_out"] for cell in cells))
-    for row in table.values():
-        if len(domains) > 1 and set(row) == set(domains):
-            seeds = set.intersection(*(set(row[d]) for d in domains))
-            if seeds:
-                row["average"] = {s: float(np.mean([row[d][s] for d in domains])) for s in sorted(seeds)}
-    summary, paired, baselines = [], [], {}
-    for (algorithm, aggregator), row in table.items():
-        base_name, base = baselines.setdefault(algorithm, (aggregator, row))
-        for held_out, by_seed in row.items():
-            key = {"algorithm": algorithm, "aggregator": aggregator, "held_out": held_out}
-            summary.append(key | interval(by_seed.values()))
-            common = [s for s in by_seed if s in base.get(held_out, {})]
-            if base is not row and common:
-                gains = [by_seed[s] - base[held_out][s] for s in common]
-                paired.append(key | {"baseline": base_name} | interval(gains))
-    return summary, paired
-
-
-def write_results(folder: RunFolder, config: RunConfig, cells: list[dict], failed: list[dict], title: str) -> None:
-    """``result.json`` and ``table.md`` of all finished cells."""
-    if not sharding.is_first():
-        return
-    summary, paired = summarise(cells)
-    result = {
-        "schema": SCHEMA,
-        "config": dataclasses.asdict(config),
-        "environment": environment(),
-        "cells": cells,
-        "summary": summary,
-        "paired": paired,
-        "failed": failed,
-    }
-    write_atomically(folder.path / "result.json", json.dumps(result, indent=2) + "\n")
-    write_atomically(folder.path / "table.md", markdown(cells, title, config.seeds))
-
-
-def rows(cells: list[dict[str, Any]], seeds: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table: a line per server rule, a line per paired difference; accuracies in percent.
-
-    A number over fewer than ``seeds`` seeds, as cells are unfinished or broke down, says over how many.
-    """
-    summary, paired = summarise(cells)
-    columns = list(dict.fromkeys(s["held_out"] for s in summary))
-    columns = [c for c in columns if c != "average"] + (["average"] if "average" in columns else [])
-
-    def text(entry, sign=""):
-        if entry is None:
-            return "-"
-        spread = "" if entry["ci95"] is None else f" ± {100 * entry['ci95']:.1f}"
-        number = "" if entry["n"] == seeds else f" (n={entry['n']})"
-        return f"{100 * entry['mean']:{sign}.1f}{spread}{number}"
-
-    lines = []
-    for entries, sign in ((summary, ""), (paired, "+")):
-        by_row: dict[tuple, dict[str, dict]] = {}
-        for e in entries:
-            by_row.setdefault((e["algorithm"], e["aggregator"], e.get("baseline")), {})[e["held_out"]] = e
-        for (algorithm, aggregator, baseline), cells_of_row in by_row.items():
-            rule = aggregator if baseline is None else f"{aggregator} - {baseline}"
-            lines.append([algorithm, rule, *(text(cells_of_row.get(c), sign) for c in columns)])
-    return ["algorithm", "server rule", *columns], lines
-
-
-def markdown(cells: list[dict[str, Any]], title: str, seeds: int) -> str:
-    """The table as Markdown."""
-    header, lines = rows(cells, seeds)
-    body = ["| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines]]
-    return f"{title}\n\n" + "\n".join(body) + "\n"

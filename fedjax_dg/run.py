@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_dg import sharding, stream
+from fedjax_dg import sharding, stream, tree
 from fedjax_dg.aggregators.mean import mean
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.estimate import choose_chunk
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
+from fedjax_dg.progress import round_bar
 from fedjax_dg.round import make_step
 from fedjax_dg.types import (
     Aggregator,
@@ -53,6 +56,26 @@ class Round:
     evaluate: Any  # jitted (variables, evaluation set, key, num_domains, start=0) -> Evaluation
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that differ in numbers alone, as one program; ``over_numbers`` makes it. Its parts take the numbers first."""
+
+    make: Callable[[PyTree, Round | None], Round]
+    like: Round  # one of them, for what all have in common
+    init: Any  # jitted (numbers, key, variables=None)
+    block: Any  # jitted (numbers, state, data, key, length); consumes ``state``
+    evaluate: Any  # jitted (numbers, variables, evaluation set, key, num_domains, start=0)
+
+    def at(self, numbers: PyTree) -> Round:
+        """The round with these numbers, which runs the common program."""
+        return dataclasses.replace(
+            self.make(numbers, self.like),
+            init=functools.partial(self.init, numbers),
+            block=functools.partial(self.block, numbers),
+            evaluate=functools.partial(self.evaluate, numbers),
+        )
+
+
 class NotFinite(FloatingPointError):
     """A loss or parameter became NaN or infinite; the message names round, station and client."""
 
@@ -65,6 +88,7 @@ def make_round(
     to_station: Aggregator | None = None,
     chunk: int | None = None,
     mesh: sharding.Mesh | None = None,
+    like: Round | None = None,
 ) -> Round:
     """What clients do, how stations and the server merge (``mean()`` by default), and the sizes: a round.
 
@@ -72,13 +96,17 @@ def make_round(
     ``estimate.choose_chunk``. ``mesh``: devices to spread over (``sharding.mesh_for``), each with its own clients; the
     federation must be placed on the same. Keep the result and use it for every seed: its compiled program is kept with
     it. ``init(key)`` draws the start of a run; ``init(key, variables)`` starts from given (pretrained) ones of
-    ``backbone``, and draws only what they lack (see ``Backbone.starts``).
+    ``backbone``, and draws only what they lack (see ``Backbone.starts``). ``like``: a round that differs in
+    hyper-parameters alone, so that what was checked and chosen for it holds.
     """
     check_epochs(algorithm, topology)
     to_server, to_station = (algorithm.merging(rule or mean()) for rule in (to_server, to_station))
     backbone = algorithm.adapt(backbone)
-    for rule in (to_station, to_server):
-        check_rule(backbone, rule)
+    if like is not None:
+        chunk = like.chunk
+    else:
+        for rule in (to_station, to_server):
+            check_rule(backbone, rule)
     if chunk is None:
         chunk = choose_chunk(backbone, algorithm, topology, mesh.size if mesh else 1)
     plain_step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
@@ -121,6 +149,36 @@ def make_round(
         chunk,
         jax.jit(init, out_shardings=placed),
         step,
+        jax.jit(block, static_argnames="length", donate_argnames="state", out_shardings=(placed, None)),
+        jax.jit(judge, static_argnames="num_domains"),
+    )
+
+
+def over_numbers(make: Callable[[PyTree, Round | None], Round], numbers: PyTree, together: bool = False) -> Rounds:
+    """The rounds ``make(numbers, like)`` as one program, for any numbers of the same structure: hyper-parameters.
+
+    ``like``: see ``make_round``; None at first. ``together``: ``block`` and ``evaluate`` take several at once, numbers and
+    states [T, ...] (a vmap); data and keys are common to them, so what does not depend on the numbers, such as the draw of
+    the batches, is computed once.
+    """
+    like = make(numbers, None)
+    placed = sharding.of_state(like.mesh)
+
+    def init(numbers, key, variables=None):
+        return make(numbers, like).init(key, variables)
+
+    def block(numbers, state, data, key, length):
+        one = lambda numbers, state: make(numbers, like).block(state, data, key, length=length)
+        return (jax.vmap(one) if together else one)(numbers, state)
+
+    def judge(numbers, variables, data, key, num_domains, start=0):
+        one = lambda numbers, variables: make(numbers, like).evaluate(variables, data, key, num_domains, start)
+        return (jax.vmap(one) if together else one)(numbers, variables)
+
+    return Rounds(
+        make,
+        like,
+        jax.jit(init, out_shardings=placed),
         jax.jit(block, static_argnames="length", donate_argnames="state", out_shardings=(placed, None)),
         jax.jit(judge, static_argnames="num_domains"),
     )
@@ -176,20 +234,8 @@ def run_blocks(
     a streamed federation (0: threads). Raises ``ValueError`` for sizes that do not fit before anything runs, ``NotFinite``
     when training breaks down (the block before it was the last good one).
     """
-    check_fit(round_fn, federation)
-    done = int(state.round)
-    if eval_every < 1 or (rounds - done) % eval_every:
-        raise ValueError(
-            f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
-            "number of rounds."
-        )
-    num_domains, data = len(federation.domain_names), (federation.clients, federation.ids)
-    if federation.source is None:
-        data = furnish(round_fn, data, jax.random.fold_in(key, FURNISHING))
-    if done == 0:
-        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
-        with sharding.under(round_fn.mesh):
-            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+    done, num_domains = int(state.round), len(federation.domain_names)
+    state, data = begin(round_fn, state, federation, rounds, key, eval_every, stage)
     if federation.source is None:
         advance = lambda state: round_fn.block(state, data, key, length=eval_every)
         judge = lambda variables, key: round_fn.evaluate(variables, federation.evaluation, key, num_domains)
@@ -202,9 +248,91 @@ def run_blocks(
         info = sharding.fetch(info)
         check_finite(info, done)
         done += eval_every
-        judged = judge(state.variables, jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done))
-        record = {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
-        yield Block(state, info, record)
+        judged = judge(state.variables, evaluation_key(key, done))
+        yield Block(state, info, record_of(info, judged, done, federation))
+
+
+def run_together(
+    rounds_fn: Rounds,
+    numbers: Sequence[PyTree],
+    states: Sequence[ServerState],
+    federation: Federation,
+    rounds: int,
+    key: Key,
+    eval_every: int = 1,
+    stages: Sequence[Callable] = (),
+    at_once: int | None = None,
+) -> Iterator[list[Block | NotFinite]]:
+    """``run_blocks`` of several hyper-parameters at once, over ``over_numbers(..., together=True)``; all at the same round.
+
+    Each of the yielded ones is a block, its state on the host, or what broke down, then and from then on; the others go on.
+    ``at_once``: how many the program is for, if more: the last ones are then computed several times.
+    Not for streamed federations, nor methods that make their own data (``Algorithm.furnish``).
+    """
+    done, num_domains = int(states[0].round), len(federation.domain_names)
+    stages = stages or [run_stage] * len(states)
+    begun = [
+        begin(rounds_fn.at(n), state, federation, rounds, key, eval_every, stage)[0]
+        for n, state, stage in zip(numbers, states, stages)
+    ]
+    filled = [min(t, len(begun) - 1) for t in range(at_once or len(begun))]
+    stacked, state = (jax.tree.map(lambda *x: jnp.stack(x), *(trees[t] for t in filled)) for trees in (numbers, begun))
+    broken: dict[int, NotFinite] = {}
+    while done < rounds:
+        state, info = rounds_fn.block(stacked, state, federation.data, key, length=eval_every)
+        now = evaluation_key(key, done + eval_every)
+        judged = rounds_fn.evaluate(stacked, state.variables, federation.evaluation, now, num_domains)
+        # copied, as the next block consumes the state
+        info, judged, kept = jax.tree.map(np.array, (info, judged, state))
+        reached = []
+        for t in range(len(states)):
+            own = tree.take((info, judged, kept), t)
+            try:
+                if t not in broken:
+                    check_finite(own[0], done)
+            except NotFinite as error:
+                broken[t] = error
+            record = record_of(own[0], own[1], done + eval_every, federation)
+            reached.append(broken.get(t) or Block(own[2], own[0], record))
+        done += eval_every
+        yield reached
+
+
+def begin(
+    round_fn: Round,
+    state: ServerState,
+    federation: Federation,
+    rounds: int,
+    key: Key,
+    eval_every: int,
+    stage: Callable,
+) -> tuple[ServerState, tuple[Examples, Any]]:
+    """State and data of a run before its next round. ``ValueError`` for sizes that do not fit."""
+    check_fit(round_fn, federation)
+    done = int(state.round)
+    if eval_every < 1 or (rounds - done) % eval_every:
+        raise ValueError(
+            f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
+            "number of rounds."
+        )
+    data = (federation.clients, federation.ids)
+    if federation.source is None:
+        data = furnish(round_fn, data, jax.random.fold_in(key, FURNISHING))
+    if done == 0:
+        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
+        with sharding.under(round_fn.mesh):
+            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+    return state, data
+
+
+def evaluation_key(key: Key, done: int) -> Key:
+    """For the evaluation after round ``done``."""
+    return jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done)
+
+
+def record_of(info: RoundInfo, judged: Any, done: int, federation: Federation) -> dict[str, Any]:
+    """Plain numbers of a block that ends with round ``done``."""
+    return {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
 
 
 def run(
@@ -216,16 +344,21 @@ def run(
     *,
     eval_every: int = 1,
     workers: int = 0,
+    progress: bool = False,
 ) -> tuple[ServerState, list[dict[str, Any]]]:
     """Run ``rounds`` rounds; the last state, and a record of plain numbers for every evaluated round.
 
-    ``state`` is consumed (its buffers are donated). For checkpoints and model selection use ``run_blocks`` or the
+    ``state`` is consumed (its buffers are donated). ``progress``: show a bar, also in notebooks, or lines where there is
+    no terminal. For checkpoints and model selection use ``run_blocks`` or the
     command line. Raises as ``run_blocks`` does.
     """
     history = []
-    for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
-        state = reached.state
-        history.append(reached.record)
+    shown = round_bar(rounds, int(state.round)) if progress else contextlib.nullcontext(lambda record: None)
+    with shown as report:
+        for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
+            state = reached.state
+            history.append(reached.record)
+            report(reached.record)
     return state, history
 
 

@@ -114,9 +114,9 @@ def test_the_table_has_means_differences_and_the_worst_domain(tmp_path):
     assert means == {
         "mean": ["55.0", "60.0", "57.5", "50.0"],
         "hfedatm": ["65.0", "60.0", "62.5", "55.0"],
-        "hfedatm − mean": ["+10.0", "+0.0", "+5.0", "+5.0"],
+        "hfedatm - mean": ["+10.0", "+0.0", "+5.0", "+5.0"],
     }
-    assert rows["hfedatm − mean"][0] == "+10.0 ± 0.0" and rows["mean"][0] == "55.0 ± 63.5"  # t(0.975, 1) = 12.706
+    assert rows["hfedatm - mean"][0] == "+10.0 ± 0.0" and rows["mean"][0] == "55.0 ± 63.5"  # t(0.975, 1) = 12.706
 
 
 def test_what_comes_from_data_is_escaped(tmp_path):

@@ -20,7 +20,7 @@ from fedjax_dg.plots.common import (
     open_run,
     save,
 )
-from fedjax_dg.results import interval
+from fedjax_dg.tables import interval
 
 #: What learning curves show, from top to bottom: name in the records, label, factor.
 CURVES = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_dg import tables
 from fedjax_dg.config import RunConfig
 from fedjax_dg.datasets import Domains
 from fedjax_dg.experiment import deal_of, load_data, start_of
@@ -83,9 +84,8 @@ def setting_of(line: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def setting_text(setting: Sequence[tuple[str, Any]]) -> str:
-    return ", ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in setting
-    )
+    """A sweep's setting in words."""
+    return tables.setting_text(dict(setting))
 
 
 def mean_scores(cells: Sequence[Mapping[str, Any]], score: str) -> dict[tuple, float]:

@@ -17,7 +17,7 @@ from fedjax_dg.plots.common import (
     setting_of,
     setting_text,
 )
-from fedjax_dg.results import interval
+from fedjax_dg.tables import interval
 
 SCORES = {"source_accuracy": "sources' validation", "accuracy": "held-out domain"}
 #: From which ratio of the largest value to the smallest an axis is logarithmic.
