@@ -32,7 +32,7 @@ from fedjax_dg.plots.common import MOST_LINES, line_style, selected_settings
 from fedjax_dg.plots.features import embed, head_inputs
 from fedjax_dg.plots.grams import effective_rank, spectra_of
 from fedjax_dg.plots.partition import counts, draw_counts
-from fedjax_dg.plots.sweeps import scale_of
+from fedjax_dg.plots.sweeps import by_setting, scale_of
 from fedjax_dg.results import Cell
 from fedjax_dg.types import Topology
 
@@ -417,6 +417,31 @@ def swept(tmp_path, settings, rules=("hfedatm",)):
 def test_a_setting_is_selected_by_source_validation_alone(tmp_path):
     run = swept(tmp_path, [{"alpha": a} for a in (0.1, 0.5, 0.9)])
     assert selected_settings(run.cells) == {("fedavg", "hfedatm"): (("alpha", 0.5),)}
+
+
+def test_a_setting_that_broke_down_on_a_domain_is_not_judged_by_the_others(tmp_path):
+    """0.9 is best where it finished; a seed without one of its domains counts nowhere."""
+    easy = {"noto": 0.9, "twemoji": 0.1}
+    cells = [
+        line_of(Cell("fedavg", "hfedatm", held_out, seed, (("alpha", alpha),)), 0.5, easy[held_out])
+        for alpha in (0.1, 0.9)
+        for held_out in easy
+        for seed in (0, 1)
+        if (alpha, held_out, seed) != (0.9, "twemoji", 1)
+    ]
+    assert selected_settings(cells) == {("fedavg", "hfedatm"): (("alpha", 0.1),)}
+    scores = by_setting(cells, "source_accuracy")
+    assert {dict(setting)["alpha"]: (round(x["mean"]), x["n"]) for setting, x in scores.items()} == {
+        0.1: (50, 2),
+        0.9: (50, 1),
+    }
+    figure = draw_sweep([open_run(write_run(tmp_path / "run", config_of(), cells))])
+    assert "fedavg, hfedatm (1 settings lack cells)" in texts_of(figure)
+    split = [cell for cell in cells if (cell["held_out"] == "noto") == (cell["seed"] == 0)]
+    with pytest.raises(
+        ValueError, match="has no setting of fedavg, hfedatm with a seed that has finished all held-out domains"
+    ):
+        draw_sweep([open_run(write_run(tmp_path / "split", config_of(), split))])
 
 
 def test_one_hyper_parameter_is_a_curve_with_a_star(tmp_path):
