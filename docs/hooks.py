@@ -1,7 +1,7 @@
-"""What pages show is made of the code when they are built: help texts, tables of methods, sections of the README.
+"""What pages show is made of the code when they are built: help texts and tables of methods.
 
-A page asks for it by a line ``<!-- help: run -->``, ``<!-- algorithms -->``, ``<!-- aggregators -->``, ``<!-- datasets -->``
-or ``<!-- readme: A heading -->``.
+A page asks for it by a line ``<!-- help: run -->``, ``<!-- algorithms -->``, ``<!-- aggregators -->`` or
+``<!-- datasets -->``.
 """
 
 from __future__ import annotations
@@ -67,21 +67,9 @@ def datasets_table() -> str:
     return f"```text\n{told}\n```"
 
 
-def readme(heading: str) -> str:
-    """The text below a heading of the README; its links to files, which the site does not have, as names."""
-    text = (ROOT / "README.md").read_text()
-    found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.M | re.S)
-    if found is None:
-        raise ValueError(f"README.md has no heading {heading!r}: correct the page that asks for it.")
-    body = re.sub(r"^!\[.*?\]\(.*?\)\n", "", found[2], flags=re.M)
-    body = re.sub(r"\[([^\]]*)\]\((?!http)#[^)]*\)", r"\1", body)
-    return re.sub(r"\[([^\]]*)\]\((?!http)([^)]*)\)", lambda m: m[1] if m[1] == m[2] else f"{m[1]} (`{m[2]}`)", body)
-
-
 MAKERS = {
     "help": help_of,
     "algorithms": lambda: methods(ALGORITHMS, algorithm_options),
     "aggregators": lambda: methods(AGGREGATORS, aggregator_options),
     "datasets": datasets_table,
-    "readme": readme,
 }

@@ -128,12 +128,14 @@ def select_cell(run: str | Path, cell: str | None = None) -> dict[str, Any]:
         return finished[cell]
     if not finished:
         raise ValueError(f"{run} has no finished cell yet: let it go on, with fedjax-dg run --resume.")
-    judged = [line for line in finished.values() if line.get("source_accuracy") is not None]
-    if not judged and len(finished) > 1:
+    # not those of two held-out domains, which only help to select
+    shown = {name: line for name, line in finished.items() if "+" not in line["held_out"]} or finished
+    judged = [line for line in shown.values() if line.get("source_accuracy") is not None]
+    if not judged and len(shown) > 1:
         raise ValueError(
-            f"No cell of {run} has a source-validation accuracy to choose by: name one of {', '.join(finished)}."
+            f"No cell of {run} has a source-validation accuracy to choose by: name one of {', '.join(shown)}."
         )
-    return max(judged or finished.values(), key=lambda line: line.get("source_accuracy") or 0.0)
+    return max(judged or shown.values(), key=lambda line: line.get("source_accuracy") or 0.0)
 
 
 def cell_name(line: dict[str, Any]) -> str:

@@ -86,6 +86,12 @@ $body
 """)
 
 
+FEWER = (
+    '<p class="note">Means over the cells that there are, so settings with fewer cells cannot be compared with the others; '
+    "they are not selected.</p>\n"
+)
+
+
 class Content(NamedTuple):
     """What is in a run folder, for its page."""
 
@@ -215,7 +221,8 @@ def _settings(content: Content) -> str:
                 [*rule, setting_text(setting) or "–", "selected" if setting == chosen else "", str(number), *scores]
             )
     header = ["algorithm", "server rule", "setting", "", "cells", "source validation, %", "held-out domain, %"]
-    return _section("Settings of the sweep", _table(header, rows, text_columns=4))
+    note = "" if len({row[4] for row in rows}) == 1 else FEWER
+    return _section("Settings of the sweep", note + _table(header, rows, text_columns=4))
 
 
 def _figures(drawn: Sequence[Drawn]) -> str:

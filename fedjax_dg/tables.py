@@ -282,7 +282,7 @@ def render(
     if not runs:
         raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
     alike: dict[str, list[tuple[Results, RunConfig]]] = {}
-    for run in (load(run) for run in runs):
+    for run in (load(run) for run in dict.fromkeys(map(str, runs))):
         config = dataclasses.replace(run.config, selection=selection or run.config.selection)
         if not run.cells and not run.failed:
             raise ValueError(f"{run.path} has no finished cell: let it go on.")
@@ -292,9 +292,11 @@ def render(
         chosen = [choose(run, config.selection, settings) for run, config in group]
         heads = [{row_of(cell) for cell in one.cells} for one in chosen]
         if len(set().union(*heads)) < sum(map(len, heads)):  # the same row in several
-            for (run, _), one in zip(group, chosen):
+            paths = [run.path for run, _ in group]
+            alone = len({path.name for path in paths}) == len(paths)
+            for path, one in zip(paths, chosen):
                 for cell in one.cells:
-                    cell["run"] = run.path.name
+                    cell["run"] = path.name if alone else str(path)
         cells = [cell for one in chosen for cell in one.cells]
         missing = {which: why for one in chosen for which, why in one.missing.items()}
         parts.append(_body(Chosen(cells, missing), group[0][1], format, spread, baseline))

@@ -1,4 +1,4 @@
-"""What the README shows is what runs."""
+"""What the README and the pages of HFedATM and texts show is what runs."""
 
 import json
 import re
@@ -11,8 +11,9 @@ from tiny import tiny_backbone, tiny_federation
 
 import fedjax_dg as fdg
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parent.parent
+TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/hfedatm.md", "docs/texts.md"))
+PYTHON = re.findall(r"```py(?:thon)?\n(.*?)```", TEXT, re.DOTALL)
 
 
 def example(part):

@@ -187,6 +187,9 @@ def test_a_sweep_shows_the_selected_setting_and_all_others(tmp_path):
     assert not any(word.startswith("90.1 ± ") for word in found.words)
     row = found.words[found.words.index("alpha=0.1") :][:4]
     assert row == ["alpha=0.1", "2", "50.0", "90.1"]
+    assert "settings with fewer cells" not in found.text
+    lacking = Page(page(read_content(write_run(tmp_path / "lacking", config_of(), cells[1:])), []))
+    assert "settings with fewer cells cannot be compared" in lacking.text
 
 
 def test_the_same_run_has_the_same_page(tmp_path):

@@ -152,7 +152,7 @@ def draw_domains(runs: Sequence[Run]) -> Any:
                 alpha=0.75,
                 edgecolor="black",
                 linewidth=0.6,
-                hatch=HATCHES[number % len(HATCHES)],
+                hatch=HATCHES[(number + number // len(COLORS)) % len(HATCHES)],
                 yerr=half,
                 error_kw={"elinewidth": 1.1, "capsize": 3},
             )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float
+from threadpoolctl import threadpool_limits
 
 from fedjax_dg.aggregators import grams_of
 from fedjax_dg.plots.common import COLORS, DASHES, Run, load_matplotlib
@@ -40,7 +41,7 @@ def draw_grams(runs: Sequence[Run]) -> Any:
                 np.arange(1, len(values) + 1),
                 np.maximum(values, SMALLEST * values[0]),
                 color=COLORS[number % len(COLORS)],
-                linestyle=DASHES[(number + number // len(COLORS)) % len(DASHES)],
+                linestyle=DASHES[number % len(DASHES)],
                 linewidth=1.5,
                 label=f"{station}: {effective_rank(values):.1f}",
             )
@@ -78,7 +79,8 @@ def spectra_of(run: Run) -> dict[int, dict[str, Float[np.ndarray, " d"]]]:
 
 def _eigenvalues(gram: np.ndarray) -> Float[np.ndarray, " d"]:
     """Of a whole Gram [d, d], or of all blocks [k, c, c] of its diagonal."""
-    return np.sort(np.linalg.eigvalsh(gram.astype(np.float64)).ravel())[::-1]
+    with threadpool_limits(1, user_api="blas"):  # as in ``features.embed``
+        return np.sort(np.linalg.eigvalsh(gram.astype(np.float64)).ravel())[::-1]
 
 
 def effective_rank(values: Float[np.ndarray, " d"]) -> float:

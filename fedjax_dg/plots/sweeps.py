@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ def draw_sweep(runs: Sequence[Run]) -> Any:
     names = list(dict.fromkeys(name for of_rule in swept.values() for name in of_rule))
     if not names:
         raise ValueError(f"{run.path} has no finished cells of different settings: it is for fedjax-dg sweep.")
+    if lacking := [", ".join(rule) for rule, own in _by_rule(cells).items() if not _whole(own)]:
+        raise ValueError(
+            f"{run.path} has no setting of {lacking[0]} with a seed that has finished all held-out domains: let it go on."
+        )
     if len(names) == 1:
         return _curves(cells, names[0])
     rows = [
@@ -52,7 +57,10 @@ def draw_sweep(runs: Sequence[Run]) -> Any:
     figure = Figure(figsize=(10.5, 3.7 * len(rows)), layout="constrained")
     for part, (rule, pair) in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows):
         own, selected = _by_rule(cells)[rule], dict(selected_settings(cells)[rule])
-        part.suptitle(f"{', '.join(rule)}; selected: {setting_text(tuple(selected.items()))}", fontsize=10)
+        title = f"{', '.join(rule)}; selected: {setting_text(tuple(selected.items()))}"
+        if lacking := _incomplete(own):
+            title += f"\n{lacking} settings lack cells: only their seeds with all held-out domains count"
+        part.suptitle(title, fontsize=10)
         panels = part.subplots(1, 2)
         for axes, (score, label) in zip(panels, SCORES.items()):
             if len(pair) == 1:
@@ -80,12 +88,30 @@ def _varying(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name, found in values.items() if len(found) > 1]
 
 
+def _whole(cells: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the selected setting has a seed with all held-out domains."""
+    (selected,) = selected_settings(cells).values()
+    return selected in by_setting(cells, "source_accuracy")
+
+
+def _incomplete(cells: Sequence[Mapping[str, Any]]) -> int:
+    """How many settings have fewer cells than others."""
+    sizes = Counter(setting_of(cell) for cell in cells)
+    return sum(size < max(sizes.values()) for size in sizes.values())
+
+
 def by_setting(cells: Sequence[Mapping[str, Any]], score: str) -> dict[tuple, dict[str, Any]]:
-    """Mean and interval over seeds of a score in percent, of every setting; a seed's number is the mean over its domains."""
+    """Mean and interval over seeds of a score in percent, of every setting; a seed's number is the mean over the held-out
+    domains, and only seeds that have all of them count."""
+    domains = {cell["held_out"] for cell in cells}
     found: dict[tuple, dict[int, list[float]]] = {}
     for cell in cells:
         found.setdefault(setting_of(cell), {}).setdefault(cell["seed"], []).append(100 * cell[score])
-    return {setting: interval(float(np.mean(v)) for v in of_seed.values()) for setting, of_seed in found.items()}
+    means = {
+        setting: [float(np.mean(values)) for values in of_seed.values() if len(values) == len(domains)]
+        for setting, of_seed in found.items()
+    }
+    return {setting: interval(values) for setting, values in means.items() if values}
 
 
 # --- one hyper-parameter --------------------------------------------------------------------------------------------
@@ -97,7 +123,9 @@ def _curves(cells: Sequence[Mapping[str, Any]], name: str) -> Any:
     handles = {}
     for axes, (score, label) in zip(figure.subplots(1, 2, sharey=False), SCORES.items()):
         for number, (rule, own) in enumerate(_by_rule(cells).items()):
-            handles[", ".join(rule)] = _one_curve(axes, own, name, score, number)
+            lacking = _incomplete(own)
+            label_of_rule = ", ".join(rule) + (f" ({lacking} settings lack cells)" if lacking else "")
+            handles[label_of_rule] = _one_curve(axes, own, name, score, number)
         axes.set_title(f"accuracy on the {label}", fontsize=10)
         axes.set_ylabel("accuracy, %")
         values = sorted_values(v for cell in cells for n, v in setting_of(cell) if n == name)
