@@ -61,7 +61,7 @@ config = fdg.RunConfig(
 # that changes shapes or code (`backbone`, `algorithm`) would get a program of its own.
 
 # %%
-found = fdg.sweep(config, grid={"client_lr": [0.01, 0.03, 0.1], "mu": [0.0, 0.1, 1.0]})
+found = fdg.sweep(config, grid={"client_lr": [0.01, 0.03, 0.1], "mu": [0.0, 0.1, 1.0]}, progress=True)
 print(f"{len(found.settings)} settings, {len(found.cells)} runs, of programs compiled in", end=" ")
 print(*sorted({cell["compile_seconds"] for cell in found.cells}), "s")
 print("the run folder:", *sorted(path.name for path in found.folder.iterdir()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
+from fedjax_dg import loggers
 from fedjax_dg.config import (
     RUN_OPTIONS,
     RunConfig,
@@ -29,6 +32,7 @@ from fedjax_dg.config import (
 )
 from fedjax_dg.errors import unknown
 from fedjax_dg.experiment import Grid, check_at_once, resolve, run_grid
+from fedjax_dg.progress import ProgressBars
 from fedjax_dg.results import Cell, RunFolder
 from fedjax_dg.tables import render
 
@@ -103,6 +107,8 @@ def sweep(
     at_once: int | None = None,
     devices: Sequence[Any] | None = None,
     report: Callable[[str, Cell, Any], None] = lambda event, cell, value: None,
+    progress: bool = False,
+    log: Sequence[str] = (),
 ) -> Sweep:
     """Train every setting x server rule x held-out domain x seed of a configuration.
 
@@ -114,15 +120,21 @@ def sweep(
     ``random`` has a seed of its own.
 
     ``out``: the run folder (None: a temporary one); ``resume`` goes on with one that was killed, or adds settings to it.
+    ``progress``: show bars, also in notebooks, or lines where there is no terminal. ``log``: names of ``loggers.LOGGERS``.
     Raises ``ValueError``, one sentence, for what is wrong with any setting before anything is trained.
     """
-    config = check(config)
+    config, log = check(config), loggers.chosen(log)
     settings = product(settings, grid, random, config)
     grids = grids_of(config, settings, devices)
     check_at_once(grids, at_once)
     path = tempfile.mkdtemp(prefix="fedjax_dg_") if out is None else out
     folder = RunFolder(Path(path), config, resume, overwrite or out is None)
-    cells, failed = run_grid(grids, folder, report, jobs, at_once)
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        if progress:
+            report = loggers.together(stack.enter_context(ProgressBars(console, grids)), report)
+        report = stack.enter_context(loggers.opened(log, folder.path, report, console.print))
+        cells, failed = run_grid(grids, folder, report, jobs, at_once)
     return Sweep(config, [dict(s) for s in settings], cells, failed, folder.path)
 
 

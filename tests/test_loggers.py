@@ -422,6 +422,26 @@ def test_ten_lines_elsewhere():
     assert lines == [f"round {number} of 40: loss 0.500  source 25.0 %" for number in (24, 28, 32, 36, 40)]
 
 
+def test_a_sweep_shows_and_logs_its_cells(tmp_path, capsys, monkeypatch):
+    def one_cell(grids, folder, report, jobs, at_once):
+        report("start", grids[0].cells[0], 0)
+        report("record", grids[0].cells[0], {"round": 1, "train_loss": 0.5, "accuracy": 0.25})
+        report("failed", grids[0].cells[0], "Round 2: not finite")
+        return [], []
+
+    monkeypatch.setattr(sys.modules["fedjax_dg.sweep"], "run_grid", one_cell)
+    config, told = fdg.RunConfig(rounds=2, seeds=1, aggregator="mean"), []
+    more = {"report": lambda event, cell, value: told.append(event), "progress": True, "log": ["tensorboard"]}
+    found = fdg.sweep(config, grid={"client_lr": [0.1]}, out=tmp_path / "run", **more)
+    (cell,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert events(cell)["train_loss"] == {1: 0.5}
+    assert told == ["start", "record", "failed"] and "Round 2: not finite" in capsys.readouterr().out
+    assert found.folder == tmp_path / "run"
+    with pytest.raises(ValueError, match="Unknown logger 'tensorbord'"):
+        fdg.sweep(config, grid={"client_lr": [0.1]}, out=tmp_path / "other", log=["tensorbord"])
+    assert not (tmp_path / "other").exists()
+
+
 def test_run_shows_its_rounds(key, capsys):
     federation = tiny_federation([[4, 3]], batch_size=2)
     round_fn = fdg.make_round(tiny_backbone(), fdg.algorithms.fedavg(), federation.topology)

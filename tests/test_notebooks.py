@@ -38,6 +38,15 @@ def test_the_committed_outputs_are_of_one_whole_execution(name):
     assert path.stat().st_size < 300_000
 
 
+def test_a_table_is_text_in_a_notebook_too():
+    """Rich consoles that were meant to fill a string write into the notebook there."""
+    cells = json.loads((COLAB / "sweep.ipynb").read_text())["cells"]
+    printed = "".join(
+        "".join(o["text"]) for cell in cells for o in cell.get("outputs", []) if o.get("name") == "stdout"
+    )
+    assert printed.count("┃ algorithm ┃ server rule ┃") == 2
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_code_cell_installs_only_what_is_missing(name, monkeypatch):
     (source, *_) = [source for kind, source in cells_of(name) if kind == "code"]
