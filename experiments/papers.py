@@ -1,0 +1,276 @@
+"""What the experiments in ``hfedatm/``, ``lsi/`` and ``stable_fedadg/`` share: options, runs, tables beside the paper's numbers.
+
+An experiment is some ``Part``s: each a configuration, and rows that say what they change of it. ``main`` runs all rows by
+``fdg.sweep``, which goes on where it was killed, and writes OUT/table.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from experiments._stand_in import sweep
+from fedjax_dg.cli import describe, keep_programs
+from fedjax_dg.config import (
+    RunConfig,
+    aggregator_options,
+    algorithm_options,
+    check,
+    names,
+    parse_settings,
+    read_toml,
+)
+from fedjax_dg.errors import unknown
+from fedjax_dg.experiment import resolve, round_of
+from fedjax_dg.results import interval
+
+HERE = Path(__file__).parent
+OPTIONS = {field.name: str(field.type).split(" | ")[0] for field in dataclasses.fields(RunConfig)}
+del OPTIONS["settings"]
+#: What --smoke sets in every experiment: one round of 2 x 2 clients with 48 icons of each style.
+SMOKE = {
+    **dict.fromkeys(("data_dir", "pretrained", "image_size", "max_length", "split", "local_steps", "participants")),
+    **{"dataset": "emoji_styles", "examples_per_domain": 48, "held_out": "fluent_mono", "backbone": "lenet5"},
+    **{"stations": 2, "clients_per_station": 2, "rounds": 1, "station_rounds": 1, "local_epochs": 1, "batch_size": 8},
+    **{"augment": "none", "client_optimizer": "momentum", "client_lr": 0.01, "seeds": 1},
+}
+#: What --smoke leaves out: it needs batch norm, and the smallest network that has it compiles for half a minute.
+NOT_IN_SMOKE = ("gperxan",)
+
+Scores = dict[str, dict[str, dict[int, float]]]  # row -> column -> seed -> accuracy
+
+
+class Part(NamedTuple):
+    """One table."""
+
+    name: str
+    config: RunConfig
+    rows: Mapping[str, Mapping[str, Any]]  # what each changes: options of [run] and hyper-parameters, by name
+    paper: Mapping[str, Mapping[str, float]] = {}  # row -> column -> percent; also what is not run here
+    against: Sequence[tuple[str, str]] = ()  # pairs of rows: one, and what it is compared with, paired by seed
+    columns: str | Sequence[int] = "held_out"  # what has a column: held_out domains, source domains, or these rounds
+
+
+def base(name: str, **options: Any) -> RunConfig:
+    """The configuration ``experiments/NAME.toml`` with other options."""
+    return dataclasses.replace(read_toml(HERE / f"{name}.toml"), **options)
+
+
+def product(*tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows for all combinations of settings: ``{"FedSR": a}`` and ``{"Avg": b}`` give ``{"FedSR + Avg": a | b}``."""
+    rows: dict[str, dict[str, Any]] = {"": {}}
+    for table in tables:
+        rows = {f"{one} + {two}".removeprefix(" + "): a | dict(b) for one, a in rows.items() for two, b in table.items()}
+    return rows
+
+
+def pairs(rows: Iterable[str], one: str, other: str) -> list[tuple[str, str]]:
+    """``("FedSR + HFedATM", "FedSR + Avg")`` for every row that ends with ``one``."""
+    return [(row, row.removesuffix(one) + other) for row in rows if row.endswith(one)]
+
+
+def main(doc: str | None, parts: Sequence[Part], smoke: Mapping[str, Any] = {}) -> None:
+    """Run an experiment as the command line says; print its tables. ``smoke``: what --smoke sets beside ``SMOKE``."""
+    parser = parser_of(doc)
+    parser.add_argument("--data-dir", help="folder with the data sets")
+    parser.add_argument("--pretrained", help="weights to start from")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART", help="parts to run")
+    parser.add_argument("--seeds", type=int, help="instead of the experiment's own")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="what the rows leave open")
+    parser.add_argument("--dry-run", action="store_true", help="check all rows, foresee the first one's cost; train nothing")
+    arguments = parser.parse_args()
+    out = start(parser, arguments)
+    given = {name: getattr(arguments, name) for name in ("data_dir", "pretrained", "seeds") if getattr(arguments, name)}
+    chosen = [part for part in parts if arguments.only is None or part.name in arguments.only]
+    try:
+        given |= parse_settings(tuple(arguments.set))
+        ready = [changed(part, {**SMOKE, **smoke} if arguments.smoke else {}, given) for part in chosen]
+        if arguments.dry_run:
+            for part in ready:
+                foresee(part)
+            return
+        texts, finished = [], {}
+        for part in ready:
+            what = repr(part._replace(name="", paper={}, against=()))  # parts that differ in their data: alike in --smoke
+            finished[what] = finished.get(what) or run(part, out / part.name)
+            texts.append(table(part, finished[what]))
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    finish(out, "\n".join(texts))
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The options of every experiment; its name is that of its paper and file."""
+    file = Path(sys.argv[0])
+    parser = argparse.ArgumentParser(
+        prog=f"{file.parent.name}-{file.stem}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="for runs and table.md; a killed run goes on from there")
+    parser.add_argument("--smoke", action="store_true", help="toy size, to see that it runs")
+    return parser
+
+
+def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Path:
+    """The folder to write to. With --smoke programs are compiled quickly, as that takes longer there than running them."""
+    if arguments.smoke:
+        jax.config.update("jax_disable_most_optimizations", True)
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        return arguments.out or Path(tempfile.mkdtemp())
+    keep_programs()
+    return arguments.out or Path("runs") / parser.prog
+
+
+def finish(out: Path, text: str) -> None:
+    """Write and print the tables."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(text)
+    print(f"{text}\nWrote {out / 'table.md'}")
+
+
+def changed(part: Part, smoke: Mapping[str, Any], given: Mapping[str, Any]) -> Part:
+    """The part with what --smoke and the command line set; hyper-parameters go to the rows whose methods have them, and
+    what a row itself says stays. Raises ``ValueError`` for what is given and no row has."""
+    both = {**smoke, **given}
+    if smoke and part.config.sources:
+        both["sources"] = "noto"
+    options = {name: _typed(name, value) for name, value in both.items() if name in OPTIONS}
+    config = dataclasses.replace(part.config, **options, settings={})
+    hparams = part.config.settings | {name: value for name, value in both.items() if name not in OPTIONS}
+    rows, known = {}, {}
+    for label, row in part.rows.items():
+        if smoke and row.get("algorithm") in NOT_IN_SMOKE:
+            continue
+        of_row = dataclasses.replace(config, **{name: value for name, value in row.items() if name in OPTIONS})
+        rules = (*names(of_row.aggregator), of_row.station_aggregator)
+        takes = [algorithm_options(of_row.algorithm), *map(aggregator_options, rules)]
+        rows[label] = {k: v for k, v in hparams.items() if any(k in options for options in takes)} | dict(row)
+        known |= {k: v for options in takes for k, v in options.items()}
+    for name in given:
+        if name not in OPTIONS and name not in known:
+            raise unknown(f"option of a method in {part.name}", name, known)
+    return part._replace(config=config, rows=rows, against=[pair for pair in part.against if {*pair} <= {*rows}])
+
+
+def _typed(name: str, value: Any) -> Any:
+    """What stands in ``--set name=value``, as the option's type."""
+    kind = OPTIONS[name]
+    if not isinstance(value, str) or kind == "str":
+        return value
+    try:
+        return {"bool": {"true": True, "false": False}.__getitem__, "int": int, "float": float}[kind](value.lower())
+    except (KeyError, ValueError):
+        raise ValueError(f"{name}={value} is not of type {kind}: correct --set.") from None
+
+
+def config_of(part: Part, label: str) -> RunConfig:
+    """The configuration of one row, checked."""
+    options = {name: value for name, value in part.rows[label].items() if name in OPTIONS}
+    hparams = {name: value for name, value in part.rows[label].items() if name not in OPTIONS}
+    return check(dataclasses.replace(part.config, **options, settings=hparams))
+
+
+def foresee(part: Part) -> None:
+    """Check every row's configuration; print the first one's federation, devices, memory and time."""
+    configs = {label: config_of(part, label) for label in part.rows}
+    console, (label, config) = Console(), next(iter(configs.items()))
+    grid = resolve(config, jax.devices())
+    console.print(f"{part.name}: {len(configs)} rows of {len(grid.cells)} cells; of {label}:", highlight=False)
+    describe(grid, {name: round_of(grid, name) for name in names(config.aggregator)}, None, console)
+
+
+def run(part: Part, folder: Path) -> Scores:
+    """Run what is left of a part, and score it by its ``columns``."""
+    found = sweep(part.config, list(part.rows.values()), out=folder, resume=True)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    scores: Scores = {}
+    for label, setting in part.rows.items():
+        cells = [cell for cell in found.cells if cell["hparams"] == setting]
+        for cell in cells:
+            of_cell = {r["round"]: r for r in records if r["hparams"] == setting and same(r, cell) and "accuracy" in r}
+            for column, accuracy in columns_of(part.columns, cell, of_cell).items():
+                scores.setdefault(label, {}).setdefault(column, {})[cell["seed"]] = accuracy
+    return scores
+
+
+def same(record: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
+    """Whether a line of ``metrics.jsonl`` is about a cell of the same setting."""
+    return all(record[name] == cell[name] for name in ("algorithm", "aggregator", "held_out", "seed"))
+
+
+def columns_of(columns: str | Sequence[int], cell: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    """Column -> accuracy of one cell; ``records`` by round."""
+    if columns == "held_out":
+        return {cell["held_out"]: cell["accuracy"]}
+    if columns != "source":
+        return {f"{cell['held_out']}, round {r}": records[r]["accuracy"] for r in columns if r in records}
+    by_domain = {k.removeprefix("accuracy/"): v for k, v in records[cell["selected_round"]].items() if "accuracy/" in k}
+    sources = {name: value for name, value in by_domain.items() if name != cell["held_out"] and value is not None}
+    return {f"{name} ({cell['held_out']} held out)": value for name, value in sources.items()}
+
+
+def table(part: Part, scores: Scores) -> str:
+    """Ours and the paper's numbers in percent, and differences of the rows that ``against`` compares, as Markdown."""
+    columns = list(dict.fromkeys(column for by_column in scores.values() for column in by_column))
+    if len(columns) > 1 and part.columns in ("held_out", "source"):
+        for by_column in scores.values():
+            seeds = set.intersection(*(set(by_column.get(column, {})) for column in columns))
+            by_column["average"] = {seed: float(np.mean([by_column[c][seed] for c in columns])) for seed in seeds}
+        columns.append("average")
+    columns = list(dict.fromkeys([*columns, *(column for by_column in part.paper.values() for column in by_column)]))
+    lines = [["", "whose", *columns], ["---"] * (2 + len(columns))]
+    for label in dict.fromkeys([*part.rows, *part.paper]):
+        if label in scores:
+            lines.append([label, "ours", *(in_percent(scores[label].get(c, {}), part) for c in columns)])
+        if label in part.paper:
+            lines.append([label, "paper", *(str(part.paper[label].get(c, "-")) for c in columns)])
+    clear: dict[str, list[str]] = {"better": [], "worse": []}
+    compared = 0
+    for one, other in part.against:
+        gains = [difference(scores, one, other, column) for column in columns]
+        lines.append([f"{one}, minus {other}", "ours", *(in_percent(gain, part, "+") for gain in gains)])
+        for column, gain in zip(columns, gains):
+            compared += bool(gain)
+            if len(gain) > 1 and abs((found := interval(gain.values()))["mean"]) > found["ci95"]:
+                clear["better" if found["mean"] > 0 else "worse"].append(f"{one} than {other} on {column}")
+    text = f"## {part.name}\n\n{title(part)}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    for word, found in clear.items() if part.against else ():
+        text += f"\nClearly {word} in {len(found)} of {compared} comparisons{': ' if found else ''}{'; '.join(found)}.\n"
+    return text
+
+
+def title(part: Part) -> str:
+    """What the numbers are."""
+    config = config_of(part, next(iter(part.rows)))
+    judged = "on validation examples of the source domains" if part.columns == "source" else "on the held-out domain"
+    return (
+        f"{config.dataset}, {config.backbone}: accuracy (%) {judged}; round selected by {config.selection}; "
+        f"mean ± 95 % t interval over {config.seeds} seeds, differences paired by seed and clear where the interval "
+        f"leaves out zero; {config.stations} stations x {config.clients_per_station} clients, {config.rounds} rounds."
+    )
+
+
+def difference(scores: Scores, label: str, other: str, column: str) -> dict[int, float]:
+    """Seed -> how much better a row is than another."""
+    one, two = (scores.get(name, {}).get(column, {}) for name in (label, other))
+    return {seed: one[seed] - two[seed] for seed in one if seed in two}
+
+
+def in_percent(by_seed: Mapping[int, float], part: Part, sign: str = "") -> str:
+    """Mean and interval; over how many seeds, where some are missing as they are unfinished or broke down."""
+    if not by_seed:
+        return "-"
+    found = interval(by_seed.values())
+    spread = "" if found["ci95"] is None else f" ± {100 * found['ci95']:.1f}"
+    return f"{100 * found['mean']:{sign}.1f}{spread}" + ("" if found["n"] == part.config.seeds else f" (n={found['n']})")
