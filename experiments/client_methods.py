@@ -16,7 +16,7 @@ from typing import Any
 
 from fedjax_dg.algorithms import ALGORITHMS
 from fedjax_dg.cli import main
-from fedjax_dg.results import interval
+from fedjax_dg.tables import interval
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "client_methods.toml"

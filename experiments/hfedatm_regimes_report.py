@@ -24,7 +24,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from scipy import stats
 
-from fedjax_dg.results import interval
+from fedjax_dg.tables import interval
 
 PAPER = (ALPHAS.index(0.75), RIDGES.index(1e-6))
 HELD_OUT, SOURCE, TRAIN = 0, 1, 2  # places of the accuracies among the scores

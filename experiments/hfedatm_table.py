@@ -15,8 +15,7 @@ from pathlib import Path
 
 from fedjax_dg.cli import main
 from fedjax_dg.config import RunConfig
-from fedjax_dg.experiment import table_title
-from fedjax_dg.results import markdown
+from fedjax_dg.tables import markdown, table_title
 
 METHODS = ("fedavg", "fedsr", "fediir")
 SMOKE = ["--rounds", "1", "--seeds", "1", "--stations", "2", "--clients-per-station", "2", "--participants", "2"]

@@ -39,7 +39,7 @@ from fedjax_dg.algorithms.common import OPTIMIZERS
 from fedjax_dg.backbones import Backbone
 from fedjax_dg.datasets import Domains
 from fedjax_dg.evaluate import evaluate
-from fedjax_dg.results import interval
+from fedjax_dg.tables import interval
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = {"source 0.05": 0.05, "source 0.35": 0.35, "held out 0.9": 0.9}  # of misleading channels

@@ -21,8 +21,7 @@ from text_baseline import scores, thinned
 from fedjax_dg.config import RunConfig
 from fedjax_dg.datasets.corpus import sound
 from fedjax_dg.datasets.texts import READERS
-from fedjax_dg.experiment import table_title
-from fedjax_dg.results import markdown
+from fedjax_dg.tables import markdown, table_title
 
 HERE = Path(__file__).parent
 REGIMES = {"scratch": "a small RoBERTa from scratch", "frozen": "frozen encoder", "finetuned": "all of it trained"}

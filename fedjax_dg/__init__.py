@@ -15,8 +15,10 @@
 """
 
 from fedjax_dg import aggregators, algorithms, alignment, backbones, datasets, sharding, weights
+from fedjax_dg.config import RunConfig
 from fedjax_dg.federation import Federation, federate
 from fedjax_dg.run import NotFinite, Round, make_round, run, run_blocks
+from fedjax_dg.sweep import Sweep, sweep
 from fedjax_dg.types import (
     Aggregator,
     Algorithm,
@@ -42,8 +44,10 @@ __all__ = [
     "Received",
     "Round",
     "RoundInfo",
+    "RunConfig",
     "ServerState",
     "Start",
+    "Sweep",
     "Topology",
     "Variables",
     "aggregators",
@@ -56,5 +60,6 @@ __all__ = [
     "run",
     "run_blocks",
     "sharding",
+    "sweep",
     "weights",
 ]

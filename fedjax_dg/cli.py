@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from fedjax_dg import datasets, estimate, sharding, stream
+from fedjax_dg import datasets, estimate, sharding, stream, tables
+from fedjax_dg import sweep as sweeps
 from fedjax_dg.aggregators import AGGREGATORS
 from fedjax_dg.backbones import BACKBONES, TEXT_BACKBONES
 from fedjax_dg.config import (
@@ -29,6 +31,7 @@ from fedjax_dg.config import (
     build_algorithm,
     check,
     names,
+    numbers_of,
     parse_settings,
     read_toml,
     topology,
@@ -40,15 +43,13 @@ from fedjax_dg.experiment import (
     Grid,
     compile_block,
     default_jobs,
-    identity,
     majority_share,
     resolve,
-    round_of,
+    rounds_of,
     run_grid,
-    table_title,
 )
 from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
-from fedjax_dg.results import Cell, RunFolder, read_json, rows
+from fedjax_dg.results import Cell, RunFolder, identity
 from fedjax_dg.traffic import Traffic, as_json, traffic_of
 
 #: Problems that ``data check`` prints, and classes that its table has columns for.
@@ -85,6 +86,14 @@ class RunOptions(RunConfig):
     """Spread every cell over the processes of a Slurm job, a TPU slice, or as JAX_COORDINATOR_ADDRESS and others say."""
 
 
+@dataclass(frozen=True)
+class SweepOptions(RunOptions):
+    """Train every setting that a file asks for x server rules x held-out domains x seeds, then print the table."""
+
+    at_once: int | None = None
+    """Settings that one program computes side by side; by default as many as fit, on CPU one."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status is 0, 1 when a cell broke down, 2 for bad input, 130 when interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -93,15 +102,23 @@ def main(argv: list[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = 10_000  # lines in a file or a pipe are never wrapped or cut
     try:
-        default = RunOptions(**_fields(read_toml(path))) if (path := _config_path(arguments)) else RunOptions()
+        given = _fields(read_toml(path)) if (path := _config_path(arguments)) else {}
 
-        def run(run: tyro.conf.OmitArgPrefixes[RunOptions] = default) -> int:
+        def run(run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(**given)) -> int:
+            if path is not None and sweeps.is_sweep(path):
+                raise ValueError(f"{path} has [sweep] tables: give it to fedjax-dg sweep.")
             return run_command(run, console)
 
-        run.__doc__ = RunOptions.__doc__
+        def sweep(sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(**given)) -> int:
+            if path is None:
+                raise ValueError("No sweep is given: name its file with --config, with tables [run] and [sweep.grid].")
+            return run_command(sweep, console)
+
+        run.__doc__, sweep.__doc__ = RunOptions.__doc__, SweepOptions.__doc__
         return tyro.extras.subcommand_cli_from_dict(
             {
                 "run": run,
+                "sweep": sweep,
                 "table": _table_command(console),
                 "plot": _plot_command(console),
                 "data": _data_command(console),
@@ -121,31 +138,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_command(options: RunOptions, console: Console) -> int:
-    """``fedjax-dg run``."""
-    if options.jobs is not None and options.jobs < 1:
-        raise ValueError(f"jobs={options.jobs} is not positive: give 1 or more.")
+    """``fedjax-dg run`` and ``fedjax-dg sweep``."""
+    at_once = options.at_once if isinstance(options, SweepOptions) else 1
+    for name, value in (("jobs", options.jobs), ("at_once", at_once)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is not positive: give 1 or more.")
     devices = start_devices(options.cpu_devices, options.distributed)
     if not sharding.is_first():
         console.quiet = True
     config = check(dataclasses.replace(_config(options), settings=options.settings | parse_settings(options.set)))
     with _Counter(console, "encoding", unit="texts", quiet=not config.freeze_encoder) as report:
-        grid = resolve(config, devices, options.workers, report)
-    for notice in grid.notices:
+        if isinstance(options, SweepOptions):
+            assert options.config is not None
+            settings = sweeps.product(config=config, **sweeps.read_sweep(options.config))
+            grids = sweeps.grids_of(config, settings, devices, options.workers, report)
+        else:
+            grids = [resolve(config, devices, options.workers, report)]
+    for notice in dict.fromkeys(notice for grid in grids for notice in grid.notices):
         console.print(notice, highlight=False)
-    rounds = {name: round_of(grid, name) for name in names(config.aggregator)}
+    rounds = [{name: rounds_of(grid, name) for name in names(grid.config.aggregator)} for grid in grids]
     if options.dry_run:
         console.print_json(json.dumps(dataclasses.asdict(config)))
-        describe(grid, rounds, options.jobs, console)
+        for grid, own in zip(grids, rounds):
+            describe(grid, own, options.jobs, console)
         return 0
-    out = options.out or f"runs/{config.dataset}-{config.algorithm}-{config.held_out}"
+    kind = "sweep-" if isinstance(options, SweepOptions) else ""
+    out = options.out or f"runs/{kind}{config.dataset}-{config.algorithm}-{config.held_out}"
     folder = RunFolder(Path(out), config, options.resume, options.overwrite)
-    with ProgressBars(console, grid) as report:
-        cells, failed = run_grid(grid, folder, report, options.jobs)
+    with ProgressBars(console, grids) as report:
+        cells, failed = run_grid(grids, folder, report, options.jobs, at_once)
     if cells:
-        show_table(console, cells, config)
-    for held_out in dict.fromkeys(cell.held_out for cell in grid.cells):
+        console.print(tables.render([folder.path]), highlight=False, markup=False, end="")
+    for held_out in dict.fromkeys(cell["held_out"] for cell in cells if "+" not in cell["held_out"]):
         console.print(
-            f"Always answering the commonest class of {held_out}: {100 * majority_share(grid.domains, held_out):.1f} %"
+            f"Always answering the commonest class of {held_out}: {100 * majority_share(grids[0].domains, held_out):.1f} %"
         )
     console.print(f"Run folder: {folder.path}", soft_wrap=True)
     for failure in failed:
@@ -177,19 +203,26 @@ def start_devices(cpu_devices: int, distributed: bool) -> list:
 
 
 def _table_command(console: Console):
-    def table(runs: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
-        """Print the table of one or more run folders."""
-        if not runs:
-            raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
-        for run in runs:
-            path = Path(run) / "result.json"
-            if not path.exists():
-                raise ValueError(
-                    f"{run} has no result.json: give the folder of a run that has finished at least one cell."
-                )
-            result = read_json(path)
-            console.print(run, highlight=False)
-            show_table(console, result["cells"], RunConfig(**result["config"]))
+    def table(
+        runs: Annotated[tuple[str, ...], tyro.conf.Positional],
+        selection: str | None = None,
+        settings: Literal["best", "all"] = "best",
+        format: Literal["text", "md", "latex", "csv"] = "text",
+        spread: Literal["ci95", "se"] = "ci95",
+        baseline: str | None = None,
+    ) -> int:
+        """Print the table of one or more run folders: accuracies, paired differences, and why numbers are missing.
+
+        Args:
+            runs: Run folders.
+            selection: source-validation, last, oracle, leave-one-domain-out; by default what the run was made with.
+            settings: Of a sweep, the setting that the selection rule prefers for each seed and domain, or every setting.
+            format: As text, Markdown, LaTeX (booktabs) or CSV.
+            spread: 95 % interval or standard error over seeds.
+            baseline: Row that the differences are to, such as mean or "fedavg mean"; by default an algorithm's first rule.
+        """
+        text = tables.render(runs, selection, settings, format, spread, baseline)
+        console.print(text, highlight=False, markup=False, end="", soft_wrap=True)
         return 0
 
     return table
@@ -451,18 +484,6 @@ def show_traffic(console: Console, found: Traffic) -> None:
         console.print(table)
 
 
-def show_table(console: Console, cells: list[dict], config: RunConfig) -> None:
-    """Print the table of finished cells."""
-    header, lines = rows(cells, config.seeds)
-    table = Table()
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    console.print(table_title(config), highlight=False)
-    console.print(table)
-
-
 def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> None:
     """Print the first federation of a grid, the devices, and what memory and time each server rule will take."""
     (held_out, seed), federation = next(iter(grid.federations.items()))
@@ -491,9 +512,11 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
             f"Streamed: a round reads at most {images:,} examples, {size / 2**20:,.0f} MiB and as much for the next one; an "
             f"evaluation reads {len(federation.evaluation.unseen):,}"
         )
-    config, jobs = grid.config, jobs or default_jobs(grid)
-    for name, round_fn in rounds.items():
-        program = compile_block(round_fn, federation, config.eval_every)
+    config, jobs = grid.config, jobs or default_jobs([grid])
+    for name, rounds_fn in rounds.items():
+        round_fn = rounds_fn.like
+        numbers = numbers_of(config, name)
+        program = compile_block(rounds_fn, numbers, federation, config.eval_every)
         console.print(
             f"Memory of a round with {name}: {program.memory / 2**20:.0f} MiB a device; compiled in {program.seconds:.1f} s"
         )
@@ -509,9 +532,10 @@ def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> No
 class ProgressBars:
     """Context: bars on a terminal, a line per finished cell elsewhere; gives the ``report`` of ``run_grid``."""
 
-    def __init__(self, console: Console, grid: Grid):
-        self.console, self.rounds = console, grid.config.rounds
-        self.total = len(grid.cells) * grid.config.rounds
+    def __init__(self, console: Console, grids: Sequence[Grid]):
+        self.console = console
+        self.rounds = {cell: grid.config.rounds for grid in grids for cell in grid.cells}
+        self.total = sum(self.rounds.values())
         self.tasks: dict[Cell, TaskID] = {}
         self.stages: dict[tuple[Cell, str], TaskID] = {}
         self.bars = Progress(
@@ -537,7 +561,10 @@ class ProgressBars:
             self.console.print(f"Compiled the round with {cell.aggregator} in {value:.1f} s")
         elif event == "start":
             name = f"{cell.aggregator}, {cell.held_out}, seed {cell.seed}"
-            self.tasks[cell] = self.bars.add_task(name, total=self.rounds, completed=value, unit="round", scores="")
+            name += f", {tables.setting_text(dict(cell.setting))}" if cell.setting else ""
+            self.tasks[cell] = self.bars.add_task(
+                name, total=self.rounds[cell], completed=value, unit="round", scores=""
+            )
             self.bars.advance(self.all, value)
         elif event == "stage":
             name, done, blocks, numbers = value

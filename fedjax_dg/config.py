@@ -6,10 +6,12 @@ import dataclasses
 import inspect
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
+
+from jaxtyping import ArrayLike
 
 from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
@@ -124,11 +126,16 @@ class RunConfig:
     seeds: int = 3
     """Number of seeds, 0, 1, ...: each has its own partition, initialisation and batches."""
     selection: str = "source-validation"
-    """Which round's model is scored: source-validation, last, oracle."""
+    """Which round's model is scored: source-validation, last, oracle, leave-one-domain-out (trains without pairs too)."""
     eval_every: int = 1
     """Rounds between two evaluations and checkpoints."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Hyper-parameters of the algorithm and the aggregators, by name (`--set`)."""
+
+
+#: Of a TOML file.
+TABLES = ("run", "set", "sweep")
+RUN_OPTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.name != "settings")
 
 
 def read_toml(path: str | Path) -> RunConfig:
@@ -143,21 +150,24 @@ def read_toml(path: str | Path) -> RunConfig:
             f"Cannot read the configuration {path}: {error}; give a TOML file with a [run] table."
         ) from None
     for table, options in content.items():
-        if table not in ("run", "set"):
-            raise unknown(f"table in {path}", table, ("run", "set"))
+        if table not in TABLES:
+            raise unknown(f"table in {path}", table, TABLES)
         if not isinstance(options, dict):
             raise ValueError(f"{table} = {options!r} in {path} is not a table: write [{table}] and the options below.")
     options = content.get("run", {})
-    allowed = {f.name: f for f in dataclasses.fields(RunConfig) if f.name != "settings"}
-    for name, value in options.items():
-        if name not in allowed:
-            raise unknown(f"option in {path}", name, allowed)
-        kind = str(allowed[name].type).split(" | ")[0]
-        kinds = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[kind]
-        if type(value) not in kinds:
-            raise ValueError(f"{name} = {value!r} in {path} is not of type {kind}: correct the file.")
-        options[name] = float(value) if kind == "float" else value
+    options = {name: typed_option(name, value, path) for name, value in options.items()}
     return RunConfig(**options, settings=dict(content.get("set", {})))
+
+
+def typed_option(name: str, value: Any, where: str | Path) -> Any:
+    """An option's value of its own type. ``ValueError`` for a name or a type that it does not have."""
+    if name not in RUN_OPTIONS:
+        raise unknown(f"option in {where}", name, RUN_OPTIONS)
+    kind = str(RunConfig.__dataclass_fields__[name].type).split(" | ")[0]
+    kinds = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}[kind]
+    if type(value) not in kinds:
+        raise ValueError(f"{name} = {value!r} in {where} is not of type {kind}: correct it.")
+    return float(value) if kind == "float" else value
 
 
 def parse_settings(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -206,6 +216,10 @@ def check(config: RunConfig) -> RunConfig:
     for name in ("rounds", "seeds", "eval_every"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not positive: give 1 or more.")
+    if config.selection == "leave-one-domain-out" and config.held_out != "all":
+        raise ValueError(
+            f"selection=leave-one-domain-out compares all held-out domains, but held_out={config.held_out}: give all."
+        )
     check_number("client_lr", config.client_lr)
     if config.examples_per_domain is not None and config.examples_per_domain < 1:
         raise ValueError(f"examples_per_domain={config.examples_per_domain} is not positive: give 1 or more.")
@@ -385,12 +399,56 @@ def build_text_backbone(config: RunConfig, num_classes: int, max_length: int, vo
     return in_precision(backbone, config.precision)
 
 
-def build_algorithm(config: RunConfig, **sizes: int) -> Algorithm:
-    """The algorithm a configuration names, with its hyper-parameters; those of the ``sizes`` of a data set that it takes."""
+def settled(config: RunConfig, setting: Mapping[str, Any] | tuple[tuple[str, Any], ...]) -> RunConfig:
+    """A configuration with the options of a sweep's setting: of [run], or hyper-parameters."""
+    given = dict(setting)
+    options = {name: given.pop(name) for name in list(given) if name in RUN_OPTIONS}
+    return dataclasses.replace(config, **options, settings=config.settings | given)
+
+
+def relevant(config: RunConfig, aggregator: str, setting: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What of a sweep's setting makes a difference to the cells of one server rule, beside the names these have anyway."""
+    options = algorithm_options(config.algorithm)
+    for name in (aggregator, config.station_aggregator):
+        options |= aggregator_options(name)
+    told = ("algorithm", "aggregator")
+    return tuple((k, v) for k, v in setting.items() if k in options or k in RUN_OPTIONS and k not in told)
+
+
+class Numbers(NamedTuple):
+    """The hyper-parameters of a round that are arguments of its program: others of the same structure compile nothing."""
+
+    algorithm: Any  # the method's Hparams
+    station: dict[str, Any]  # of the stations' rule
+    server: dict[str, Any]
+
+
+def numbers_of(config: RunConfig, aggregator: str) -> Numbers:
+    """What a configuration gives them, with one of its server rules."""
+    hparams = inspect.signature(ALGORITHMS[config.algorithm]).parameters["hparams"].default
+    given = {k: config.settings[k] for k in hparams._fields if k in config.settings}
+    rules = [
+        {k: config.settings.get(k, v) for k, v in aggregator_numbers(name).items()}
+        for name in (config.station_aggregator, aggregator)
+    ]
+    return Numbers(hparams._replace(**given, client_lr=config.client_lr), *rules)
+
+
+def aggregator_numbers(name: str) -> dict[str, Any]:
+    """The options of an aggregator that are traced, with defaults."""
+    hints = get_type_hints(AGGREGATORS[name])
+    return {k: v for k, v in aggregator_options(name).items() if hints[k] == ArrayLike}
+
+
+def build_algorithm(config: RunConfig, hparams: Any = None, **sizes: int) -> Algorithm:
+    """The algorithm a configuration names, with its hyper-parameters; those of the ``sizes`` of a data set that it takes.
+
+    ``hparams``: in place of the configuration's.
+    """
     factory: Callable = ALGORITHMS[config.algorithm]
-    given = {k: v for k, v in config.settings.items() if k in algorithm_options(config.algorithm)}
-    hparams = inspect.signature(factory).parameters["hparams"].default._replace(client_lr=config.client_lr)
-    hparams = hparams._replace(**{k: given.pop(k) for k in hparams._fields if k in given})
+    hparams = numbers_of(config, config.station_aggregator).algorithm if hparams is None else hparams
+    options = algorithm_options(config.algorithm)
+    given = {k: v for k, v in config.settings.items() if k in options and k not in hparams._fields}
     optimizer = {} if config.client_optimizer is None else {"optimizer": OPTIMIZERS[config.client_optimizer]}
     given |= {name: size for name, size in sizes.items() if name in inspect.signature(factory).parameters}
     algorithm = factory(hparams, **optimizer, **given)
@@ -401,18 +459,18 @@ def build_algorithm(config: RunConfig, **sizes: int) -> Algorithm:
     return keep_optimizer(algorithm) if config.keep_optimizer else algorithm
 
 
-def build_aggregator(config: RunConfig, name: str) -> Aggregator:
-    """The server rule of that name, with its options and the configuration's weighting."""
-    return _build_rule(config, name, config.server_weighting)
+def build_aggregator(config: RunConfig, name: str, numbers: Mapping[str, Any] = {}) -> Aggregator:
+    """The server rule of that name, with its options and the configuration's weighting; ``numbers`` in place of those."""
+    return _build_rule(config, name, config.server_weighting, numbers)
 
 
-def build_station_aggregator(config: RunConfig) -> Aggregator:
+def build_station_aggregator(config: RunConfig, numbers: Mapping[str, Any] = {}) -> Aggregator:
     """The rule of the stations, likewise."""
-    return _build_rule(config, config.station_aggregator, config.station_weighting)
+    return _build_rule(config, config.station_aggregator, config.station_weighting, numbers)
 
 
-def _build_rule(config: RunConfig, name: str, weighting: str) -> Aggregator:
-    given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)}
+def _build_rule(config: RunConfig, name: str, weighting: str, numbers: Mapping[str, Any]) -> Aggregator:
+    given = {k: v for k, v in config.settings.items() if k in aggregator_options(name)} | dict(numbers)
     if config.regmean_scope is not None and name in _with("regmean_scope"):
         given["regmean_scope"] = config.regmean_scope
     return AGGREGATORS[name](**given, weighting=weighting, bn_pool=pooling(config))

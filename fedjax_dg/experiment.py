@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from fedjax_dg import datasets, encoding, sharding, splits, stream, weights
 from fedjax_dg.alignment.groups import from_leaves
 from fedjax_dg.backbones import Backbone, on_encoded
 from fedjax_dg.config import (
+    Numbers,
     RunConfig,
     build_aggregator,
     build_algorithm,
@@ -27,6 +29,9 @@ from fedjax_dg.config import (
     build_station_aggregator,
     build_text_backbone,
     names,
+    numbers_of,
+    relevant,
+    settled,
     topology,
 )
 from fedjax_dg.datasets import Domains, kept, tokenizing
@@ -38,15 +43,29 @@ from fedjax_dg.estimate import fits, num_bytes
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Deal, Federation, deal, in_fewer_shapes, place, validation_share
 from fedjax_dg.recipes import AUGMENTS
-from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, write_results
-from fedjax_dg.run import Block, NotFinite, Round, check_fit, furnish, make_round, message_shapes, run_blocks
+from fedjax_dg.results import Cell, Checkpoints, Progress, RunFolder, identity
+from fedjax_dg.run import (
+    Block,
+    NotFinite,
+    Round,
+    Rounds,
+    check_fit,
+    furnish,
+    make_round,
+    message_shapes,
+    over_numbers,
+    run_blocks,
+    run_together,
+)
+from fedjax_dg.tables import write_results
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
 
 class Program(NamedTuple):
-    """A compiled block of rounds, shared by every cell of its shapes."""
+    """A compiled block of rounds, shared by every cell of its shapes whatever its hyper-parameters are."""
 
-    round_fn: Round
+    rounds: Rounds
+    at_once: int  # cells that it computes side by side
     seconds: float  # to trace and compile
     memory: int  # bytes on a device: arguments, results and temporaries
 
@@ -118,10 +137,12 @@ def resolve(
     devices: Sequence[Any] | None = None,
     workers: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
+    settings: Sequence[Mapping[str, Any]] = ({},),
 ) -> Grid:
     """Load the data, deal out every federation among the ``devices`` (by default the first), list the cells.
 
-    A frozen encoder reads all texts here and ``report(done, total)`` is told of it. Raises ``ValueError`` for what does not
+    ``settings``: hyper-parameters that differ between the cells of a sweep, and only in numbers (``sweep.groups``). A
+    frozen encoder reads all texts here and ``report(done, total)`` is told of it. Raises ``ValueError`` for what does not
     fit.
     """
     domains = load_data(config)
@@ -133,6 +154,13 @@ def resolve(
     if config.held_out == "all":
         trained = sources if config.setting == "single-domain" and sources else ()
         held_outs = tuple(name for name in domains.domain_names if name not in trained)
+    if config.selection == "leave-one-domain-out":
+        if len(held_outs) < 3:
+            raise ValueError(
+                f"selection=leave-one-domain-out leaves out two of {len(held_outs)} domains, so none is left to train "
+                "on: choose another rule."
+            )
+        held_outs += tuple("+".join(pair) for pair in itertools.combinations(held_outs, 2))
     deals = {
         (held_out, seed): deal(
             domains,
@@ -154,10 +182,11 @@ def resolve(
     deals = in_fewer_shapes(deals)
     # seed by seed, and the rules of a pair next to each other: an interrupted table is still paired
     cells = [
-        Cell(config.algorithm, rule, held_out, seed)
+        Cell(config.algorithm, rule, held_out, seed, setting)
         for held_out in held_outs
         for seed in range(config.seeds)
         for rule in names(config.aggregator)
+        for setting in dict.fromkeys(relevant(config, rule, setting) for setting in settings)
     ]
     fraction = validation_share(config.setting, config.validation_fraction)
     sides = {str(seed): splits.draw(domains, config.split, fraction, seed) for seed in range(config.seeds)}
@@ -236,34 +265,51 @@ def sizes_of(grid: Grid) -> dict[str, int]:
 
 def round_of(grid: Grid, aggregator: str) -> Round:
     """The configuration's round with one server rule; checked against the federation."""
-    config = grid.config
-    to_server, to_station = build_aggregator(config, aggregator), build_station_aggregator(config)
-    backbone, algorithm = grid.backbone, build_algorithm(config, **sizes_of(grid))
+    return rounds_of(grid, aggregator).like
+
+
+def rounds_of(grid: Grid, aggregator: str, together: bool = False) -> Rounds:
+    """The configuration's rounds with one server rule, for any hyper-parameters; checked against the federation."""
+    config, sizes = grid.config, sizes_of(grid)
+
+    def make(numbers: Numbers) -> Round:
+        to_server = build_aggregator(config, aggregator, numbers.server)
+        to_station = build_station_aggregator(config, numbers.station)
+        algorithm = build_algorithm(config, numbers.algorithm, **sizes)
+        return make_round(grid.backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
+
     if (augment := AUGMENTS[config.augment]) is not None:  # raises now what it would raise while the round is traced
         inputs = grid.domains.inputs
         jax.eval_shape(augment, jax.ShapeDtypeStruct((1, *inputs.shape[1:]), inputs.dtype), jax.random.key(0))
-    round_fn = make_round(backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
-    check_fit(round_fn, next(iter(grid.federations.values())))
-    return round_fn
+    found = over_numbers(make, numbers_of(config, aggregator), together)
+    check_fit(found.like, next(iter(grid.federations.values())))
+    return found
 
 
-def compile_block(round_fn: Round, federation: Federation, length: int) -> Program:
-    """Compile a block of ``length`` rounds for a federation's shapes; running it can then never compile again."""
+def compile_block(rounds: Rounds, numbers: PyTree, federation: Federation, length: int, at_once: int = 1) -> Program:
+    """Compile a block of ``length`` rounds for a federation's shapes; running it can then never compile again.
+
+    ``numbers``: any that it will be run with. ``at_once``: how many of them together, if ``rounds`` are for that.
+    """
     start = time.perf_counter()
-    key = jax.random.key(0)
+    key, round_fn = jax.random.key(0), rounds.like
     state = jax.eval_shape(round_fn.init, key)
+    if at_once > 1:
+        several = lambda x: jax.ShapeDtypeStruct((at_once, *x.shape), x.dtype)
+        numbers, state = jax.tree.map(several, (jax.tree.map(jnp.asarray, numbers), state))
     if federation.source is not None:  # a round at a time, each with its own data
         data, length = (stream.shapes(federation, round_fn.mesh), federation.ids), 1
     elif round_fn.algorithm.furnish is not None:
         data = jax.eval_shape(functools.partial(furnish, round_fn), federation.data, key)
     else:
         data = federation.data
-    compiled = round_fn.block.lower(state, data, key, length=length).compile()
+    compiled = rounds.block.lower(numbers, state, data, key, length=length).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return Program(dataclasses.replace(round_fn, block=lambda *args, length: compiled(*args)), seconds, total)
+    rounds = dataclasses.replace(rounds, block=lambda *args, length: compiled(*args))
+    return Program(rounds, at_once, seconds, total)
 
 
 def shapes_of(federation: Federation) -> tuple:
@@ -286,10 +332,9 @@ def template(round_fn: Round) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class CellRun:
-    """A cell under way: its blocks, its best model so far, its checkpoints."""
+    """A cell under way: its best model so far, its checkpoints."""
 
     cell: Cell
-    blocks: Iterator[Block]
     key: jax.Array
     checkpoints: Checkpoints
     selection: str
@@ -297,13 +342,7 @@ class CellRun:
     best_variables: Any
     seconds: float  # spent in earlier sessions and this one, without compiling
     record: dict[str, Any]  # of the last block; empty before the first
-
-    def advance(self) -> Block | None:
-        """The next block, None at the end. Runs in a worker thread: XLA lets go of Python while it computes."""
-        start = time.perf_counter()
-        block = next(self.blocks, None)
-        self.seconds += time.perf_counter() - start
-        return block
+    broken: bool = False
 
     def keep(self, block: Block) -> None:
         """Remember the best model and write a checkpoint."""
@@ -315,22 +354,58 @@ class CellRun:
         self.checkpoints.save(Progress(arrays_of(block.state, self.best_variables, self.key), notes))
 
 
-def open_cell(cell: Cell, grid: Grid, program: Program, folder: RunFolder, report: Callable) -> CellRun:
-    """A cell ready to run, from its newest checkpoint if it has one."""
-    config, federation = grid.config, grid.federations[cell.held_out, cell.seed]
+@dataclasses.dataclass
+class Batch:
+    """Cells under way side by side in one program; mostly one."""
+
+    runs: list[CellRun]
+    blocks: Iterator[list[Block | NotFinite]]
+
+    def advance(self) -> list[Block | NotFinite] | None:
+        """The next block of each, None at the end. Runs in a worker thread: XLA lets go of Python while it computes."""
+        start = time.perf_counter()
+        blocks = next(self.blocks, None)
+        for cell_run in self.runs:
+            cell_run.seconds += (time.perf_counter() - start) / len(self.runs)
+        return blocks
+
+
+def open_batch(cells: Sequence[Cell], grid: Grid, program: Program, folder: RunFolder, report: Callable) -> Batch:
+    """Cells of one rule, held-out domain and seed that are ready to run, from the same round on."""
+    config, federation = grid.config, grid.federations[cells[0].held_out, cells[0].seed]
+    numbers = [numbers_of(settled(config, cell.setting), cell.aggregator) for cell in cells]
+    opened = [open_cell(cell, grid, program.rounds.at(n), folder) for cell, n in zip(cells, numbers)]
+    runs, states = [cell_run for cell_run, _ in opened], [state for _, state in opened]
+    stages = [functools.partial(run_stage_in, folder, cell, report) for cell in cells]
+    if program.at_once == 1:
+        last = config.rounds, runs[0].key, config.eval_every, stages[0], grid.workers
+        blocks = run_blocks(program.rounds.at(numbers[0]), states[0], federation, *last)
+        return Batch(runs, one_by_one(blocks))
+    last = config.rounds, runs[0].key, config.eval_every, stages, program.at_once
+    return Batch(runs, run_together(program.rounds, numbers, states, federation, *last))
+
+
+def one_by_one(blocks: Iterator[Block]) -> Iterator[list[Block | NotFinite]]:
+    """The blocks of a single cell, as a batch has them."""
+    try:
+        for block in blocks:
+            yield [block]
+    except NotFinite as error:
+        yield [error]
+
+
+def open_cell(cell: Cell, grid: Grid, round_fn: Round, folder: RunFolder) -> tuple[CellRun, ServerState]:
+    """A cell and where it stands, by its newest checkpoint if it has one."""
     init_key, key = jax.random.split(jax.random.key(cell.seed))
-    state = program.round_fn.init(init_key, grid.pretrained)
+    state = round_fn.init(init_key, grid.pretrained)
     checkpoints = folder.checkpoints(cell)
     variables, notes = state.variables, {"best": {}, "record": {}, "seconds": 0.0}
     if checkpoints.latest() is not None:
         arrays, notes = checkpoints.restore(arrays_of(state, variables, key))
         state, variables, key = arrays["state"], arrays["best"], jax.random.wrap_key_data(arrays["key"])
-    stage = functools.partial(run_stage_in, folder, cell, report)
-    blocks = run_blocks(program.round_fn, state, federation, config.rounds, key, config.eval_every, stage, grid.workers)
-    best = jax.tree.map(np.array, variables)
-    return CellRun(
-        cell, blocks, key, checkpoints, config.selection, notes["best"], best, notes["seconds"], notes["record"]
-    )
+    best, selection = jax.tree.map(np.array, variables), grid.config.selection
+    cell_run = CellRun(cell, key, checkpoints, selection, notes["best"], best, notes["seconds"], notes["record"])
+    return cell_run, state
 
 
 def run_stage_in(
@@ -364,7 +439,7 @@ def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
     best = cell_run.best
     scores = {k: best[k] for k in ("accuracy", "balanced_accuracy", "accuracy_unseen", "source_accuracy")}
     return (
-        cell_run.cell._asdict()
+        cell_run.cell.as_record()
         | scores
         | {
             "selection": cell_run.selection,
@@ -377,110 +452,138 @@ def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
     )
 
 
-def identity(result: dict[str, Any]) -> Cell:
-    """Which cell a line of ``result.json`` is about."""
-    return Cell(*(result[k] for k in Cell._fields))
-
-
 def run_grid(
-    grid: Grid,
+    grid: Grid | Sequence[Grid],
     folder: RunFolder,
     report: Callable[[str, Cell, Any], None] = lambda event, cell, value: None,
     jobs: int | None = None,
+    at_once: int | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run every cell that is not finished; results of all finished cells, and those that failed.
 
-    ``jobs`` cells at a time (``default_jobs``); the numbers do not depend on it. ``report(event, cell, value)`` is told
-    ``compiled`` (seconds), ``start`` (rounds done), ``stage`` (name, blocks done, blocks, numbers), ``record``, ``done`` and
-    ``failed``. A cell whose training breaks down
-    is left at its last good checkpoint; the others go on.
+    ``jobs`` programs at a time (``default_jobs``), each with at most ``at_once`` cells that differ in hyper-parameters alone
+    (``default_at_once``); the numbers do not depend on the former, and on the latter by rounding. Several grids, of a sweep
+    over more than that, one after another. ``report(event, cell, value)`` is told ``compiled`` (seconds), ``start`` (rounds
+    done), ``stage`` (name, blocks done, blocks, numbers), ``record``, ``done`` and ``failed``. A cell whose training breaks
+    down is left at its last good checkpoint; the others go on.
     """
-    config = grid.config
-    folder.keep_splits(grid.splits)
+    grids = [grid] if isinstance(grid, Grid) else list(grid)
+    for one in grids:
+        folder.keep_splits(one.splits)
     cells, failed = folder.finished(), []
-    finished = {identity(result) for result in cells}
-    waiting = [cell for cell in grid.cells if cell not in finished]
-    latest = {cell.name: config.rounds for cell in finished}
-    rounds = {rule: round_of(grid, rule) for rule in names(config.aggregator)}
-    for cell in waiting:
-        checkpoints = folder.checkpoints(cell)
-        checkpoints.check(template(rounds[cell.aggregator]))
-        latest[cell.name] = checkpoints.latest() or 0
-        checkpoints.close()
-    folder.keep_metrics(latest)
-    title = table_title(config)
-    programs: dict[tuple, Program] = {}
-    order = {cell: number for number, cell in enumerate(grid.cells)}
+    latest = {identity(result): result["rounds"] for result in cells}
+    everything = [cell for one in grids for cell in one.cells]
+    folder.keep_cells(everything)
+    rules = [rule for one in grids for rule in names(one.config.aggregator)]
+    order = {cell: (rules.index(cell.aggregator), number) for number, cell in enumerate(everything)}
+    queues = []
+    for one in grids:
+        rounds = {rule: rounds_of(one, rule, size_of(one, rule, at_once) > 1) for rule in names(one.config.aggregator)}
+        for cell in (waiting := [cell for cell in one.cells if cell not in latest]):
+            checkpoints = folder.checkpoints(cell)
+            checkpoints.check(template(rounds[cell.aggregator].like))
+            latest[cell] = checkpoints.latest() or 0
+            checkpoints.close()
+        queues.append((one, rounds, batches_of(waiting, latest, lambda rule, one=one: size_of(one, rule, at_once))))
+    folder.keep_metrics({cell.name: done for cell, done in latest.items()})
 
-    def place(result):  # the first server rule first, as it is the baseline; then as the grid has them
-        return names(config.aggregator).index(result["aggregator"]), order[identity(result)]
+    def finish(cell_run: CellRun, program: Program) -> None:
+        result = result_of(cell_run, program)
+        # the first server rule first, as it is the baseline; then as the grid has them
+        cells.append(result)
+        cells.sort(key=lambda result: order.get(identity(result), (len(rules), 0)))
+        write_results(folder, cells, failed)
+        report("done", cell_run.cell, result)
+        cell_run.checkpoints.close()
 
-    jobs = jobs or default_jobs(grid)
+    def take(batch: Batch, program: Program, blocks: list[Block | NotFinite] | None) -> bool:
+        """What a batch has reached; whether it goes on."""
+        for number, cell_run in enumerate(batch.runs):
+            if blocks is None and not cell_run.broken:
+                finish(cell_run, program)
+            elif blocks is not None and isinstance(reached := blocks[number], Block):
+                folder.add_metrics(cell_run.cell, reached.record)
+                cell_run.keep(reached)
+                report("record", cell_run.cell, reached.record)
+            elif blocks is not None and not cell_run.broken:
+                cell_run.broken = True
+                failed.append(cell_run.cell.as_record() | {"error": str(blocks[number])})
+                report("failed", cell_run.cell, str(blocks[number]))
+                cell_run.checkpoints.close()
+        return blocks is not None and not all(cell_run.broken for cell_run in batch.runs)
 
-    def program_of(cell):
-        federation = grid.federations[cell.held_out, cell.seed]
-        key = (cell.aggregator, shapes_of(federation))
-        if key not in programs:
-            programs[key] = compile_block(rounds[cell.aggregator], federation, config.eval_every)
-            report("compiled", cell, programs[key].seconds)
-        return programs[key]
-
+    jobs = jobs or default_jobs(grids)
     # the solves of a cell would otherwise start BLAS threads that fight the other cells for the cores
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(jobs) as pool:
-        running: dict[Any, tuple[CellRun, Program]] = {}
         try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    cell = waiting.pop(0)
-                    program = program_of(cell)
-                    cell_run = open_cell(cell, grid, program, folder, report)
-                    report("start", cell, cell_run.record.get("round", 0))
-                    running[pool.submit(cell_run.advance)] = (cell_run, program)
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    cell_run, program = running.pop(future)
-                    try:
-                        block = future.result()
-                    except NotFinite as error:
-                        failed.append(cell_run.cell._asdict() | {"error": str(error)})
-                        report("failed", cell_run.cell, str(error))
-                        cell_run.checkpoints.close()
-                        continue
-                    if block is not None:
-                        folder.add_metrics(cell_run.cell, block.record)
-                        cell_run.keep(block)
-                        report("record", cell_run.cell, block.record)
-                        running[pool.submit(cell_run.advance)] = (cell_run, program)
-                    else:
-                        result = result_of(cell_run, program)
-                        cells = sorted([*cells, result], key=place)
-                        write_results(folder, config, cells, failed, title)
-                        report("done", cell_run.cell, result)
-                        cell_run.checkpoints.close()
+            for one, rounds, queue in queues:
+                running: dict[Any, tuple[Batch, Program]] = {}
+                programs: dict[tuple, Program] = {}
+                while queue or running:
+                    while queue and len(running) < jobs:
+                        batch = queue.pop(0)
+                        program = program_of(one, rounds, batch[0], programs, at_once, report)
+                        opened = open_batch(batch, one, program, folder, report)
+                        for cell_run in opened.runs:
+                            report("start", cell_run.cell, cell_run.record.get("round", 0))
+                        running[pool.submit(opened.advance)] = (opened, program)
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        opened, program = running.pop(future)
+                        if take(opened, program, future.result()):
+                            running[pool.submit(opened.advance)] = (opened, program)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    write_results(folder, config, cells, failed, title)
+    write_results(folder, cells, failed, complete=True)
     return cells, failed
 
 
-def default_jobs(grid: Grid) -> int:
-    """Cells at a time: one per core on CPU, one where devices share a cell.
+def program_of(
+    grid: Grid, rounds: dict[str, Rounds], cell: Cell, programs: dict, at_once: int | None, report: Callable
+) -> Program:
+    """The program that runs a cell; compiled when its shapes have not been met."""
+    federation, rule = grid.federations[cell.held_out, cell.seed], cell.aggregator
+    key = (rule, shapes_of(federation))
+    if key not in programs:
+        numbers, size = numbers_of(grid.config, rule), size_of(grid, rule, at_once)
+        programs[key] = compile_block(rounds[rule], numbers, federation, grid.config.eval_every, size)
+        report("compiled", cell, programs[key].seconds)
+    return programs[key]
+
+
+def batches_of(cells: Sequence[Cell], latest: Mapping[Cell, int], size: Callable[[str], int]) -> list[list[Cell]]:
+    """Cells that are computed side by side: of one rule, held-out domain and seed, from the same round on."""
+    alike: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault((cell.held_out, cell.seed, cell.aggregator, latest[cell]), []).append(cell)
+    return [
+        group[start : start + size(key[2])]
+        for key, group in alike.items()
+        for start in range(0, len(group), size(key[2]))
+    ]
+
+
+def size_of(grid: Grid, aggregator: str, at_once: int | None) -> int:
+    """Cells of one rule that a program computes side by side: as even as their number allows, at most ``at_once``."""
+    first = next(cell for cell in grid.cells if cell.aggregator == aggregator)
+    settings = sum(cell[1:4] == first[1:4] for cell in grid.cells)
+    most = default_at_once(grid, aggregator) if at_once is None else at_once
+    return -(-settings // -(-settings // most))
+
+
+def default_at_once(grid: Grid, aggregator: str) -> int:
+    """Cells of a sweep that are computed side by side. One on CPU: see ``default_jobs``."""
+    return 1
+
+
+def default_jobs(grids: Sequence[Grid]) -> int:
+    """Programs at a time: one per core on CPU, one where devices share a cell.
 
     A round is a chain of small steps that one core can fill: on two cores, two cells at a time take 0.57 of the time of one
     after another, and one vmapped program gains nothing (``experiments/benchmarks/grid.py``).
     """
-    alone = jax.default_backend() == "cpu" and grid.mesh is None
-    return min(os.cpu_count() or 1, len(grid.cells)) if alone else 1
-
-
-def table_title(config: RunConfig) -> str:
-    """What a table's numbers are, in one line."""
-    tested = "the part of it that DomainBed tests on" if config.split == "domainbed" else "all its examples"
-    return (
-        f"{config.dataset}, accuracy (%) on the held-out domain, {tested}; round selected by {config.selection}; "
-        f"mean ± 95 % interval over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} "
-        f"clients, {config.rounds} rounds of {config.station_rounds} station rounds, domain mix {config.domain_mix:g}."
-    )
+    alone = jax.default_backend() == "cpu" and grids[0].mesh is None
+    return min(os.cpu_count() or 1, sum(len(grid.cells) for grid in grids)) if alone else 1
 
 
 def majority_share(domains: Domains, held_out: str) -> float:

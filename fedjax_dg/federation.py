@@ -14,7 +14,7 @@ from fedjax_dg import sharding, splits
 from fedjax_dg.datasets.domains import Domains
 from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
-from fedjax_dg.evaluate import EvaluationSet
+from fedjax_dg.evaluate import EvaluationSet, domains_left_out
 from fedjax_dg.partition import assign_stations, by_domain_mix
 from fedjax_dg.types import Examples, Topology
 
@@ -163,21 +163,22 @@ def deal(
     client's examples from its own domain, half from the global mix, or as ``domain_mix`` says).
 
     The model is judged on the validation examples of every source domain and on all examples of ``held_out`` (None: no
-    domain is held out), with ``split="domainbed"`` on the part of it that DomainBed calls ``in``. ``split`` names the rule
-    that draws the validation examples (``splits.SPLITS``); by default the data set's own, or if it has none
-    ``validation_fraction`` (0.2, or the setting's) of each domain at random.
+    domain is held out; ``a+b``: two are), with ``split="domainbed"`` on the part of it that DomainBed calls ``in``.
+    ``split`` names the rule that draws the validation examples (``splits.SPLITS``); by default the data set's own, or if it
+    has none ``validation_fraction`` (0.2, or the setting's) of each domain at random.
 
     The remaining options are the sizes of a round (``Topology``). Raises ``ValueError``, one sentence, for anything out of
     range.
     """
-    if held_out is not None and held_out not in domains.domain_names:
-        raise unknown("held-out domain", held_out, domains.domain_names)
+    for name in domains_left_out(held_out):
+        if name not in domains.domain_names:
+            raise unknown("held-out domain", name, domains.domain_names)
     topology = Topology(
         stations, clients_per_station, station_rounds, local_epochs, local_steps, batch_size, participants
     )
     check_topology(topology)
     preset = check_setting(setting, sources, domain_mix)
-    out = -1 if held_out is None else domains.domain_names.index(held_out)
+    out = [domains.domain_names.index(name) for name in domains_left_out(held_out)]
     validation = splits.draw(domains, split, validation_share(setting, validation_fraction), seed)
     source = np.isin(domains.domain, source_ids(domains, held_out, sources))
     train = np.flatnonzero(source & ~validation)
@@ -193,7 +194,7 @@ def deal(
     )
     counts = np.stack([np.bincount(domains.domain[train][d], minlength=len(domains.domain_names)) for d in dealt])
     places = assign_stations(counts, stations, station_assignment, seed)  # [S, C]
-    tested = (domains.domain == out) & ~(validation if split == "domainbed" else False)
+    tested = np.isin(domains.domain, out) & ~(validation if split == "domainbed" else False)
     judged = np.flatnonzero((source & validation) | tested)
     if domains.identity is None:
         unseen = np.ones(len(judged), bool)
@@ -289,11 +290,11 @@ def validation_share(setting: str | None, fraction: float | None) -> float | Non
 def source_ids(domains: Domains, held_out: str | None, sources: Sequence[str] | None) -> list[int]:
     """Ids of the domains that are trained on. ``ValueError`` for names that do not exist, twice, or the held-out one."""
     if sources is None:
-        return [i for i, name in enumerate(domains.domain_names) if name != held_out]
+        return [i for i, name in enumerate(domains.domain_names) if name not in domains_left_out(held_out)]
     for name in sources:
         if name not in domains.domain_names:
             raise unknown("source domain", name, domains.domain_names)
-    if not sources or len(set(sources)) < len(sources) or held_out in sources:
+    if not sources or len(set(sources)) < len(sources) or set(domains_left_out(held_out)) & set(sources):
         raise ValueError(
             f"sources={list(sources)} with held_out={held_out}: name each source once, at least one, and not the held-out "
             "domain."

@@ -8,21 +8,22 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
-from collections.abc import Iterable
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from scipy import stats
 
 from fedjax_dg import sharding
 from fedjax_dg.config import RunConfig, differences
 from fedjax_dg.types import PyTree
 
 SCHEMA = 1
+LONGEST_NAME = 150  # of a cell; file systems allow 255 bytes
 PACKAGES = ("fedjax-dg", "jax", "jaxlib", "flax", "optax", "ott-jax", "orbax-checkpoint", "numpy")
 
 
@@ -33,10 +34,33 @@ class Cell(NamedTuple):
     aggregator: str
     held_out: str
     seed: int
+    setting: tuple[tuple[str, Any], ...] = ()  # of a sweep: the options that are swept and matter here
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}-{self.aggregator}-{self.held_out}-seed{self.seed}"
+        """For people and for folders."""
+        setting = ",".join(f"{name}={value}" for name, value in self.setting)
+        name = f"{self.algorithm}-{self.aggregator}-{self.held_out}-seed{self.seed}" + (
+            f"-{setting}" if setting else ""
+        )
+        fit = re.sub(r"[^\w.=,+ &-]", "_", name)
+        return (
+            fit
+            if fit == name and len(name) <= LONGEST_NAME
+            else f"{fit[:LONGEST_NAME]}-{zlib.crc32(name.encode()):08x}"
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """For the lines of a run folder; a plain run's have no ``hparams``."""
+        fields = self._asdict()
+        setting = dict(fields.pop("setting"))
+        return fields | ({"hparams": setting} if setting else {})
+
+
+def identity(result: Mapping[str, Any]) -> Cell:
+    """Which cell a line of ``result.json`` or ``metrics.jsonl`` is about."""
+    setting = tuple(result.get("hparams", {}).items())
+    return Cell(**{k: result[k] for k in Cell._fields[:-1]}, setting=setting)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -56,6 +80,17 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run folder's ``metrics.jsonl``; not the last one of a killed run, if it was cut."""
+    records = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
 def environment() -> dict[str, Any]:
     """What the numbers of a run may depend on beside its configuration."""
     flags: Any = jax.config
@@ -70,7 +105,7 @@ def environment() -> dict[str, Any]:
 
 
 class RunFolder:
-    """``runs/<name>/``: ``config.json``, ``splits.json``, ``metrics.jsonl``, ``result.json``, ``table.md``,
+    """``runs/<name>/``: ``config.json``, ``cells.json``, ``splits.json``, ``metrics.jsonl``, ``result.json``, ``table.md``,
     ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
 
     Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
@@ -78,7 +113,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config: RunConfig, resume: bool = False, overwrite: bool = False):
-        self.path = Path(path)
+        self.path, self.config = Path(path), config
         wanted = {"schema": SCHEMA, **dataclasses.asdict(config)}
         try:
             is_run = self._check(wanted, resume, overwrite)
@@ -131,6 +166,11 @@ class RunFolder:
         if sharding.is_first():
             write_atomically(path, json.dumps(splits, indent=2) + "\n")
 
+    def keep_cells(self, cells: Sequence[Cell]) -> None:
+        """Write ``cells.json``: what is going to be trained, for tables to know what is missing."""
+        if sharding.is_first():
+            write_atomically(self.path / "cells.json", json.dumps([cell.as_record() for cell in cells]) + "\n")
+
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""
         path = self.path / "result.json"
@@ -155,7 +195,7 @@ class RunFolder:
         if not sharding.is_first():
             return
         with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(_strict({"cell": cell.name, **cell._asdict(), **record})) + "\n")
+            file.write(json.dumps(_strict({"cell": cell.name, **cell.as_record(), **record})) + "\n")
 
     def checkpoints(self, cell: Cell, stage: str | None = None) -> Checkpoints:
         """The checkpoints of a cell; or of a stage of its method's work before round 1."""
@@ -242,91 +282,3 @@ def _named(tree: PyTree) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
-
-
-def interval(values: Iterable[float]) -> dict[str, Any]:
-    """Mean and half width of the 95 % t interval; the latter is None for fewer than two values."""
-    values = np.asarray(list(values), np.float64)
-    n = len(values)
-    half = float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)) if n > 1 else None
-    return {"mean": float(values.mean()), "ci95": half, "n": n}
-
-
-def summarise(cells: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """``summary`` (per algorithm, server rule, held-out domain) and ``paired`` differences to the first server rule.
-
-    Over seeds; the domain ``average`` is each seed's mean over the held-out domains, for seeds that have all of them.
-    """
-    table: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for cell in cells:
-        row = table.setdefault((cell["algorithm"], cell["aggregator"]), {})
-        row.setdefault(cell["held_out"], {})[cell["seed"]] = cell["accuracy"]
-    domains = list(dict.fromkeys(cell["held_out"] for cell in cells))
-    for row in table.values():
-        if len(domains) > 1 and set(row) == set(domains):
-            seeds = set.intersection(*(set(row[d]) for d in domains))
-            if seeds:
-                row["average"] = {s: float(np.mean([row[d][s] for d in domains])) for s in sorted(seeds)}
-    summary, paired, baselines = [], [], {}
-    for (algorithm, aggregator), row in table.items():
-        base_name, base = baselines.setdefault(algorithm, (aggregator, row))
-        for held_out, by_seed in row.items():
-            key = {"algorithm": algorithm, "aggregator": aggregator, "held_out": held_out}
-            summary.append(key | interval(by_seed.values()))
-            common = [s for s in by_seed if s in base.get(held_out, {})]
-            if base is not row and common:
-                gains = [by_seed[s] - base[held_out][s] for s in common]
-                paired.append(key | {"baseline": base_name} | interval(gains))
-    return summary, paired
-
-
-def write_results(folder: RunFolder, config: RunConfig, cells: list[dict], failed: list[dict], title: str) -> None:
-    """``result.json`` and ``table.md`` of all finished cells."""
-    if not sharding.is_first():
-        return
-    summary, paired = summarise(cells)
-    result = {
-        "schema": SCHEMA,
-        "config": dataclasses.asdict(config),
-        "environment": environment(),
-        "cells": cells,
-        "summary": summary,
-        "paired": paired,
-        "failed": failed,
-    }
-    write_atomically(folder.path / "result.json", json.dumps(result, indent=2) + "\n")
-    write_atomically(folder.path / "table.md", markdown(cells, title, config.seeds))
-
-
-def rows(cells: list[dict[str, Any]], seeds: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table: a line per server rule, a line per paired difference; accuracies in percent.
-
-    A number over fewer than ``seeds`` seeds, as cells are unfinished or broke down, says over how many.
-    """
-    summary, paired = summarise(cells)
-    columns = list(dict.fromkeys(s["held_out"] for s in summary))
-    columns = [c for c in columns if c != "average"] + (["average"] if "average" in columns else [])
-
-    def text(entry, sign=""):
-        if entry is None:
-            return "-"
-        spread = "" if entry["ci95"] is None else f" ± {100 * entry['ci95']:.1f}"
-        number = "" if entry["n"] == seeds else f" (n={entry['n']})"
-        return f"{100 * entry['mean']:{sign}.1f}{spread}{number}"
-
-    lines = []
-    for entries, sign in ((summary, ""), (paired, "+")):
-        by_row: dict[tuple, dict[str, dict]] = {}
-        for e in entries:
-            by_row.setdefault((e["algorithm"], e["aggregator"], e.get("baseline")), {})[e["held_out"]] = e
-        for (algorithm, aggregator, baseline), cells_of_row in by_row.items():
-            rule = aggregator if baseline is None else f"{aggregator} - {baseline}"
-            lines.append([algorithm, rule, *(text(cells_of_row.get(c), sign) for c in columns)])
-    return ["algorithm", "server rule", *columns], lines
-
-
-def markdown(cells: list[dict[str, Any]], title: str, seeds: int) -> str:
-    """The table as Markdown."""
-    header, lines = rows(cells, seeds)
-    body = ["| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines]]
-    return f"{title}\n\n" + "\n".join(body) + "\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_dg import sharding, stream
+from fedjax_dg import sharding, stream, tree
 from fedjax_dg.aggregators.mean import mean
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
@@ -51,6 +52,26 @@ class Round:
     step: Callable[..., tuple[ServerState, RoundInfo]]  # one round, pure: jit, vmap or lower it as you like
     block: Any  # jitted (state, data, key, length) -> (state, RoundInfo [length, ...]); consumes ``state``
     evaluate: Any  # jitted (variables, evaluation set, key, num_domains, start=0) -> Evaluation
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that differ in numbers alone, as one program; ``over_numbers`` makes it. Its parts take the numbers first."""
+
+    make: Callable[[PyTree], Round]
+    like: Round  # one of them, for what all have in common
+    init: Any  # jitted (numbers, key, variables=None)
+    block: Any  # jitted (numbers, state, data, key, length); consumes ``state``
+    evaluate: Any  # jitted (numbers, variables, evaluation set, key, num_domains, start=0)
+
+    def at(self, numbers: PyTree) -> Round:
+        """The round with these numbers, which runs the common program."""
+        return dataclasses.replace(
+            self.make(numbers),
+            init=functools.partial(self.init, numbers),
+            block=functools.partial(self.block, numbers),
+            evaluate=functools.partial(self.evaluate, numbers),
+        )
 
 
 class NotFinite(FloatingPointError):
@@ -126,6 +147,35 @@ def make_round(
     )
 
 
+def over_numbers(make: Callable[[PyTree], Round], numbers: PyTree, together: bool = False) -> Rounds:
+    """The rounds ``make(numbers)`` as one program, for any numbers of the same structure: hyper-parameters.
+
+    ``together``: ``block`` and ``evaluate`` take several at once, numbers and states [T, ...] (a vmap); data and keys are
+    common to them, so what does not depend on the numbers, such as the draw of the batches, is computed once.
+    """
+    like = make(numbers)
+    placed = sharding.of_state(like.mesh)
+
+    def init(numbers, key, variables=None):
+        return make(numbers).init(key, variables)
+
+    def block(numbers, state, data, key, length):
+        one = lambda numbers, state: make(numbers).block(state, data, key, length=length)
+        return (jax.vmap(one) if together else one)(numbers, state)
+
+    def judge(numbers, variables, data, key, num_domains, start=0):
+        one = lambda numbers, variables: make(numbers).evaluate(variables, data, key, num_domains, start)
+        return (jax.vmap(one) if together else one)(numbers, variables)
+
+    return Rounds(
+        make,
+        like,
+        jax.jit(init, out_shardings=placed),
+        jax.jit(block, static_argnames="length", donate_argnames="state", out_shardings=(placed, None)),
+        jax.jit(judge, static_argnames="num_domains"),
+    )
+
+
 class Block(NamedTuple):
     """Where a run stands after a block of rounds."""
 
@@ -176,20 +226,8 @@ def run_blocks(
     a streamed federation (0: threads). Raises ``ValueError`` for sizes that do not fit before anything runs, ``NotFinite``
     when training breaks down (the block before it was the last good one).
     """
-    check_fit(round_fn, federation)
-    done = int(state.round)
-    if eval_every < 1 or (rounds - done) % eval_every:
-        raise ValueError(
-            f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
-            "number of rounds."
-        )
-    num_domains, data = len(federation.domain_names), (federation.clients, federation.ids)
-    if federation.source is None:
-        data = furnish(round_fn, data, jax.random.fold_in(key, FURNISHING))
-    if done == 0:
-        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
-        with sharding.under(round_fn.mesh):
-            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+    done, num_domains = int(state.round), len(federation.domain_names)
+    state, data = begin(round_fn, state, federation, rounds, key, eval_every, stage)
     if federation.source is None:
         advance = lambda state: round_fn.block(state, data, key, length=eval_every)
         judge = lambda variables, key: round_fn.evaluate(variables, federation.evaluation, key, num_domains)
@@ -202,9 +240,91 @@ def run_blocks(
         info = sharding.fetch(info)
         check_finite(info, done)
         done += eval_every
-        judged = judge(state.variables, jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done))
-        record = {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
-        yield Block(state, info, record)
+        judged = judge(state.variables, evaluation_key(key, done))
+        yield Block(state, info, record_of(info, judged, done, federation))
+
+
+def run_together(
+    rounds_fn: Rounds,
+    numbers: Sequence[PyTree],
+    states: Sequence[ServerState],
+    federation: Federation,
+    rounds: int,
+    key: Key,
+    eval_every: int = 1,
+    stages: Sequence[Callable] = (),
+    at_once: int | None = None,
+) -> Iterator[list[Block | NotFinite]]:
+    """``run_blocks`` of several hyper-parameters at once, over ``over_numbers(..., together=True)``; all at the same round.
+
+    Each of the yielded ones is a block, its state on the host, or what broke down, then and from then on; the others go on.
+    ``at_once``: how many the program is for, if more: the last ones are then computed several times.
+    Not for streamed federations, nor methods that make their own data (``Algorithm.furnish``).
+    """
+    done, num_domains = int(states[0].round), len(federation.domain_names)
+    stages = stages or [run_stage] * len(states)
+    begun = [
+        begin(rounds_fn.at(n), state, federation, rounds, key, eval_every, stage)[0]
+        for n, state, stage in zip(numbers, states, stages)
+    ]
+    filled = [min(t, len(begun) - 1) for t in range(at_once or len(begun))]
+    stacked, state = (jax.tree.map(lambda *x: jnp.stack(x), *(trees[t] for t in filled)) for trees in (numbers, begun))
+    broken: dict[int, NotFinite] = {}
+    while done < rounds:
+        state, info = rounds_fn.block(stacked, state, federation.data, key, length=eval_every)
+        now = evaluation_key(key, done + eval_every)
+        judged = rounds_fn.evaluate(stacked, state.variables, federation.evaluation, now, num_domains)
+        # copied, as the next block consumes the state
+        info, judged, kept = jax.tree.map(np.array, (info, judged, state))
+        reached = []
+        for t in range(len(states)):
+            own = tree.take((info, judged, kept), t)
+            try:
+                if t not in broken:
+                    check_finite(own[0], done)
+            except NotFinite as error:
+                broken[t] = error
+            record = record_of(own[0], own[1], done + eval_every, federation)
+            reached.append(broken.get(t) or Block(own[2], own[0], record))
+        done += eval_every
+        yield reached
+
+
+def begin(
+    round_fn: Round,
+    state: ServerState,
+    federation: Federation,
+    rounds: int,
+    key: Key,
+    eval_every: int,
+    stage: Callable,
+) -> tuple[ServerState, tuple[Examples, Any]]:
+    """State and data of a run before its next round. ``ValueError`` for sizes that do not fit."""
+    check_fit(round_fn, federation)
+    done = int(state.round)
+    if eval_every < 1 or (rounds - done) % eval_every:
+        raise ValueError(
+            f"{rounds - done} rounds do not divide into blocks of eval_every={eval_every}: choose a divisor, or another "
+            "number of rounds."
+        )
+    data = (federation.clients, federation.ids)
+    if federation.source is None:
+        data = furnish(round_fn, data, jax.random.fold_in(key, FURNISHING))
+    if done == 0:
+        workshop = Workshop(round_fn.topology, round_fn.chunk, stage)
+        with sharding.under(round_fn.mesh):
+            state = round_fn.algorithm.prepare(round_fn.backbone, state, data, key, workshop)
+    return state, data
+
+
+def evaluation_key(key: Key, done: int) -> Key:
+    """For the evaluation after round ``done``."""
+    return jax.random.fold_in(jax.random.fold_in(key, EVALUATION), done)
+
+
+def record_of(info: RoundInfo, judged: Any, done: int, federation: Federation) -> dict[str, Any]:
+    """Plain numbers of a block that ends with round ``done``."""
+    return {"round": done} | summary(info) | scores(judged, federation.domain_names, federation.held_out)
 
 
 def run(

@@ -29,7 +29,7 @@ from fedjax_dg.algorithms.common import OPTIMIZERS, classify
 from fedjax_dg.algorithms.elcfs import Bank, amplitudes_of, collect, draw, exchange, low_frequencies
 from fedjax_dg.config import RunConfig, build_algorithm, check
 from fedjax_dg.experiment import compile_block
-from fedjax_dg.run import FURNISHING, furnish, run_stage
+from fedjax_dg.run import FURNISHING, furnish, over_numbers, run_stage
 from fedjax_dg.types import Examples, Local, Received, Workshop
 
 LR = 0.05
@@ -631,7 +631,7 @@ def test_a_run_trains_on_all_versions():
     """With the program that was compiled ahead of it."""
     federation = tiny_federation([[3, 5], [4, 1]], padding=1, fill=np.nan, batch_size=4)
     round_fn = make_round(BACKBONE, ccst(codec=TINY_CODEC, mixing_level=2), federation.topology)
-    program = compile_block(round_fn, federation, 1).round_fn
+    program = compile_block(over_numbers(lambda numbers: round_fn, ()), (), federation, 1).rounds.at(())
     state, _ = run(program, round_fn.init(KEY), federation, 1, KEY)
     data = furnish(round_fn, federation.data, jax.random.fold_in(KEY, FURNISHING))
     other, info = program.block(round_fn.init(KEY), data, KEY, length=1)

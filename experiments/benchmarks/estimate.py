@@ -54,6 +54,7 @@ def measure(net: str, rule: str, repeats: int) -> None:
     import fedjax_dg as fdg
     from fedjax_dg import estimate
     from fedjax_dg.experiment import compile_block
+    from fedjax_dg.run import over_numbers
 
     stations, clients, examples = WORKS[net]
     rng = np.random.default_rng(0)
@@ -71,10 +72,9 @@ def measure(net: str, rule: str, repeats: int) -> None:
     backbone = fdg.backbones.BACKBONES[net](7)
     to_server = fdg.aggregators.AGGREGATORS[rule]()
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, to_server)
-    program = compile_block(round_fn, federation, 1)
-    block = lambda state: jax.block_until_ready(
-        program.round_fn.block(state, federation.data, jax.random.key(0), length=1)
-    )[0]
+    program = compile_block(over_numbers(lambda numbers: round_fn, ()), (), federation, 1)
+    compiled = program.rounds.at(()).block
+    block = lambda state: jax.block_until_ready(compiled(state, federation.data, jax.random.key(0), length=1))[0]
     state, seconds = block(round_fn.init(jax.random.key(0))), []
     given = estimate.num_bytes((federation.data, state)) / 2**20
     before = memory_before()  # after a first round: XLA's own buffers and threads are there by then
