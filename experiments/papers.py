@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments._stand_in import sweep
-from fedjax_dg.cli import describe, keep_programs
+from fedjax_dg.cli import describe, keep_programs, start_devices
 from fedjax_dg.config import (
+    RUN_OPTIONS,
     RunConfig,
     aggregator_options,
     algorithm_options,
@@ -30,14 +30,15 @@ from fedjax_dg.config import (
     names,
     parse_settings,
     read_toml,
+    relevant,
 )
 from fedjax_dg.errors import unknown
-from fedjax_dg.experiment import resolve, round_of
-from fedjax_dg.results import interval
+from fedjax_dg.experiment import resolve, rounds_of
+from fedjax_dg.results import Cell, identity, read_metrics
+from fedjax_dg.sweep import checked, sweep
+from fedjax_dg.tables import interval
 
 HERE = Path(__file__).parent
-OPTIONS = {field.name: str(field.type).split(" | ")[0] for field in dataclasses.fields(RunConfig)}
-del OPTIONS["settings"]
 #: What --smoke sets in every experiment: one round of 2 x 2 clients with 48 icons of each style.
 SMOKE = {
     **dict.fromkeys(("data_dir", "pretrained", "image_size", "max_length", "split", "local_steps", "participants")),
@@ -49,6 +50,13 @@ SMOKE = {
 NOT_IN_SMOKE = ("gperxan",)
 
 Scores = dict[str, dict[str, dict[int, float]]]  # row -> column -> seed -> accuracy
+
+
+class Found(NamedTuple):
+    """What running a part gave."""
+
+    scores: Scores
+    broken: Sequence[str]  # cells that broke down, and why
 
 
 class Part(NamedTuple):
@@ -71,7 +79,9 @@ def product(*tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
     """Rows for all combinations of settings: ``{"FedSR": a}`` and ``{"Avg": b}`` give ``{"FedSR + Avg": a | b}``."""
     rows: dict[str, dict[str, Any]] = {"": {}}
     for table in tables:
-        rows = {f"{one} + {two}".removeprefix(" + "): a | dict(b) for one, a in rows.items() for two, b in table.items()}
+        rows = {
+            f"{one} + {two}".removeprefix(" + "): a | dict(b) for one, a in rows.items() for two, b in table.items()
+        }
     return rows
 
 
@@ -88,7 +98,9 @@ def main(doc: str | None, parts: Sequence[Part], smoke: Mapping[str, Any] = {}) 
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART", help="parts to run")
     parser.add_argument("--seeds", type=int, help="instead of the experiment's own")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="what the rows leave open")
-    parser.add_argument("--dry-run", action="store_true", help="check all rows, foresee the first one's cost; train nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all rows, foresee the first one's cost; train nothing"
+    )
     arguments = parser.parse_args()
     out = start(parser, arguments)
     given = {name: getattr(arguments, name) for name in ("data_dir", "pretrained", "seeds") if getattr(arguments, name)}
@@ -102,7 +114,9 @@ def main(doc: str | None, parts: Sequence[Part], smoke: Mapping[str, Any] = {}) 
             return
         texts, finished = [], {}
         for part in ready:
-            what = repr(part._replace(name="", paper={}, against=()))  # parts that differ in their data: alike in --smoke
+            what = repr(
+                part._replace(name="", paper={}, against=())
+            )  # parts that differ in their data: alike in --smoke
             finished[what] = finished.get(what) or run(part, out / part.name)
             texts.append(table(part, finished[what]))
     except ValueError as error:
@@ -145,27 +159,27 @@ def changed(part: Part, smoke: Mapping[str, Any], given: Mapping[str, Any]) -> P
     both = {**smoke, **given}
     if smoke and part.config.sources:
         both["sources"] = "noto"
-    options = {name: _typed(name, value) for name, value in both.items() if name in OPTIONS}
+    options = {name: _typed(name, value) for name, value in both.items() if name in RUN_OPTIONS}
     config = dataclasses.replace(part.config, **options, settings={})
-    hparams = part.config.settings | {name: value for name, value in both.items() if name not in OPTIONS}
+    hparams = part.config.settings | {name: value for name, value in both.items() if name not in RUN_OPTIONS}
     rows, known = {}, {}
     for label, row in part.rows.items():
         if smoke and row.get("algorithm") in NOT_IN_SMOKE:
             continue
-        of_row = dataclasses.replace(config, **{name: value for name, value in row.items() if name in OPTIONS})
+        of_row = dataclasses.replace(config, **{name: value for name, value in row.items() if name in RUN_OPTIONS})
         rules = (*names(of_row.aggregator), of_row.station_aggregator)
         takes = [algorithm_options(of_row.algorithm), *map(aggregator_options, rules)]
         rows[label] = {k: v for k, v in hparams.items() if any(k in options for options in takes)} | dict(row)
         known |= {k: v for options in takes for k, v in options.items()}
     for name in given:
-        if name not in OPTIONS and name not in known:
+        if name not in RUN_OPTIONS and name not in known:
             raise unknown(f"option of a method in {part.name}", name, known)
     return part._replace(config=config, rows=rows, against=[pair for pair in part.against if {*pair} <= {*rows}])
 
 
 def _typed(name: str, value: Any) -> Any:
     """What stands in ``--set name=value``, as the option's type."""
-    kind = OPTIONS[name]
+    kind = str(RunConfig.__dataclass_fields__[name].type).split(" | ")[0]
     if not isinstance(value, str) or kind == "str":
         return value
     try:
@@ -176,62 +190,77 @@ def _typed(name: str, value: Any) -> Any:
 
 def config_of(part: Part, label: str) -> RunConfig:
     """The configuration of one row, checked."""
-    options = {name: value for name, value in part.rows[label].items() if name in OPTIONS}
-    hparams = {name: value for name, value in part.rows[label].items() if name not in OPTIONS}
-    return check(dataclasses.replace(part.config, **options, settings=hparams))
+    return checked(check(part.config), part.rows[label])[0]
 
 
 def foresee(part: Part) -> None:
     """Check every row's configuration; print the first one's federation, devices, memory and time."""
     configs = {label: config_of(part, label) for label in part.rows}
     console, (label, config) = Console(), next(iter(configs.items()))
-    grid = resolve(config, jax.devices())
+    grid = resolve(config, start_devices(1, False))
     console.print(f"{part.name}: {len(configs)} rows of {len(grid.cells)} cells; of {label}:", highlight=False)
-    describe(grid, {name: round_of(grid, name) for name in names(config.aggregator)}, None, console)
+    describe(grid, {name: rounds_of(grid, name) for name in names(config.aggregator)}, None, console)
 
 
-def run(part: Part, folder: Path) -> Scores:
-    """Run what is left of a part, and score it by its ``columns``."""
-    found = sweep(part.config, list(part.rows.values()), out=folder, resume=True)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    scores: Scores = {}
-    for label, setting in part.rows.items():
-        cells = [cell for cell in found.cells if cell["hparams"] == setting]
-        for cell in cells:
-            of_cell = {r["round"]: r for r in records if r["hparams"] == setting and same(r, cell) and "accuracy" in r}
-            for column, accuracy in columns_of(part.columns, cell, of_cell).items():
-                scores.setdefault(label, {}).setdefault(column, {})[cell["seed"]] = accuracy
-    return scores
+def run(part: Part, folder: Path) -> Found:
+    """Run what is left of a part, and score every row by its ``columns``."""
+    done = sweep(
+        part.config, list(part.rows.values()), out=folder, resume=True, devices=start_devices(1, False), report=tell
+    )
+    records = {(identity(r), r["round"]): r for r in read_metrics(folder) if "accuracy" in r}
+    scores: Scores = {label: {} for label in part.rows}
+    broken = []
+    for label, row in part.rows.items():
+        config, setting = checked(done.config, row)
+        wanted = config.algorithm, config.aggregator, relevant(config, config.aggregator, setting)
+        for cell in (*done.cells, *done.failed):
+            which = identity(cell)
+            if (which.algorithm, which.aggregator, which.setting) != wanted:
+                continue
+            if "error" in cell:
+                broken.append(f"{label}, {which.held_out}, seed {which.seed}: {cell['error']}")
+                continue
+            curve = {r: record for (of_cell, r), record in records.items() if of_cell == which}
+            for column, accuracy in columns_of(part.columns, cell, curve).items():
+                scores[label].setdefault(column, {})[which.seed] = accuracy
+    return Found(scores, broken)
 
 
-def same(record: Mapping[str, Any], cell: Mapping[str, Any]) -> bool:
-    """Whether a line of ``metrics.jsonl`` is about a cell of the same setting."""
-    return all(record[name] == cell[name] for name in ("algorithm", "aggregator", "held_out", "seed"))
+def tell(event: str, cell: Cell, value: Any) -> None:
+    """Say when a cell is finished, or has broken down."""
+    if event in ("done", "failed"):
+        print(f"{cell.name}: {event}", file=sys.stderr, flush=True)
 
 
-def columns_of(columns: str | Sequence[int], cell: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
-    """Column -> accuracy of one cell; ``records`` by round."""
+def columns_of(columns: str | Sequence[int], cell: Mapping[str, Any], curve: Mapping[int, Mapping[str, Any]]) -> dict:
+    """Column -> accuracy of one cell; ``curve``: its records by round."""
     if columns == "held_out":
         return {cell["held_out"]: cell["accuracy"]}
     if columns != "source":
-        return {f"{cell['held_out']}, round {r}": records[r]["accuracy"] for r in columns if r in records}
-    by_domain = {k.removeprefix("accuracy/"): v for k, v in records[cell["selected_round"]].items() if "accuracy/" in k}
-    sources = {name: value for name, value in by_domain.items() if name != cell["held_out"] and value is not None}
-    return {f"{name} ({cell['held_out']} held out)": value for name, value in sources.items()}
+        return {f"{cell['held_out']}, round {r}": curve[r]["accuracy"] for r in columns if r in curve}
+    selected = curve[cell["selected_round"]]
+    by_domain = {name.removeprefix("accuracy/"): x for name, x in selected.items() if name.startswith("accuracy/")}
+    return {
+        f"{name} ({cell['held_out']} held out)": x
+        for name, x in by_domain.items()
+        if name != cell["held_out"] and x is not None
+    }
 
 
-def table(part: Part, scores: Scores) -> str:
+def table(part: Part, found: Found) -> str:
     """Ours and the paper's numbers in percent, and differences of the rows that ``against`` compares, as Markdown."""
+    scores = found.scores
     columns = list(dict.fromkeys(column for by_column in scores.values() for column in by_column))
     if len(columns) > 1 and part.columns in ("held_out", "source"):
         for by_column in scores.values():
             seeds = set.intersection(*(set(by_column.get(column, {})) for column in columns))
             by_column["average"] = {seed: float(np.mean([by_column[c][seed] for c in columns])) for seed in seeds}
         columns.append("average")
-    columns = list(dict.fromkeys([*columns, *(column for by_column in part.paper.values() for column in by_column)]))
+    columns += [column for by_column in part.paper.values() for column in by_column]
+    columns = sorted(dict.fromkeys(columns), key=lambda column: column == "average")  # last
     lines = [["", "whose", *columns], ["---"] * (2 + len(columns))]
     for label in dict.fromkeys([*part.rows, *part.paper]):
-        if label in scores:
+        if label in part.rows:
             lines.append([label, "ours", *(in_percent(scores[label].get(c, {}), part) for c in columns)])
         if label in part.paper:
             lines.append([label, "paper", *(str(part.paper[label].get(c, "-")) for c in columns)])
@@ -242,12 +271,14 @@ def table(part: Part, scores: Scores) -> str:
         lines.append([f"{one}, minus {other}", "ours", *(in_percent(gain, part, "+") for gain in gains)])
         for column, gain in zip(columns, gains):
             compared += bool(gain)
-            if len(gain) > 1 and abs((found := interval(gain.values()))["mean"]) > found["ci95"]:
-                clear["better" if found["mean"] > 0 else "worse"].append(f"{one} than {other} on {column}")
+            if len(gain) > 1 and abs((mean := interval(gain.values()))["mean"]) > mean["ci95"]:
+                clear["better" if mean["mean"] > 0 else "worse"].append(f"{one} than {other} on {column}")
     text = f"## {part.name}\n\n{title(part)}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-    for word, found in clear.items() if part.against else ():
-        text += f"\nClearly {word} in {len(found)} of {compared} comparisons{': ' if found else ''}{'; '.join(found)}.\n"
-    return text
+    for word, which in clear.items() if part.against else ():
+        text += (
+            f"\nClearly {word} in {len(which)} of {compared} comparisons{': ' if which else ''}{'; '.join(which)}.\n"
+        )
+    return text + "".join(f"\nBroke down: {what}\n" for what in found.broken)
 
 
 def title(part: Part) -> str:
@@ -273,4 +304,6 @@ def in_percent(by_seed: Mapping[int, float], part: Part, sign: str = "") -> str:
         return "-"
     found = interval(by_seed.values())
     spread = "" if found["ci95"] is None else f" ± {100 * found['ci95']:.1f}"
-    return f"{100 * found['mean']:{sign}.1f}{spread}" + ("" if found["n"] == part.config.seeds else f" (n={found['n']})")
+    return f"{100 * found['mean']:{sign}.1f}{spread}" + (
+        "" if found["n"] == part.config.seeds else f" (n={found['n']})"
+    )

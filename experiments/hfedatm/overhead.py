@@ -69,6 +69,7 @@ if __name__ == "__main__":
         "paper: less than 10).\n\n"
         "| network | 11 models, MiB | all Grams, MiB | streamed, MiB | the paper says |\n| --- | --- | --- | --- | --- |\n"
         + "".join(
-            f"| {name} | " + " | ".join(f"{x:.2f}" for x in sizes(net)) + f" | {said} |\n" for name, (net, said) in NETWORKS.items()
+            f"| {name} | " + " | ".join(f"{x:.2f}" for x in sizes(net)) + f" | {said} |\n"
+            for name, (net, said) in NETWORKS.items()
         ),
     )

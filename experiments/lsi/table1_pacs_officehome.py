@@ -14,7 +14,14 @@ status:   not run by us on the real data, which may not be passed on
 
 from experiments.papers import Part, base, main
 
-PLAIN = {"lambda_di": 0.0, "aggregator": "mean", "head_epochs": 1, "inversion_steps": 1, "translator_steps": 1, "bank": 1}
+PLAIN = {
+    "lambda_di": 0.0,
+    "aggregator": "mean",
+    "head_epochs": 1,
+    "inversion_steps": 1,
+    "translator_steps": 1,
+    "bank": 1,
+}
 ROWS = {
     "FedAvg": {"algorithm": "fedavg", "aggregator": "mean"},
     "FedAvg, LSI's network": PLAIN,  # nothing is made of its latents, so few are made
@@ -24,7 +31,14 @@ ROWS = {
     "gPerXAN": {"algorithm": "gperxan", "aggregator": "mean"},
     "LSI": {"algorithm": "lsi", "aggregator": "importance"},
 }
-SMALL = {"stations": 3, "clients_per_station": 1, "bank": 1, "inversion_steps": 20, "translator_steps": 20, "hidden": 16}
+SMALL = {
+    "stations": 3,
+    "clients_per_station": 1,
+    "bank": 1,
+    "inversion_steps": 20,
+    "translator_steps": 20,
+    "hidden": 16,
+}
 SMALL |= {"head_epochs": 1, "reduction": "mean"}
 
 

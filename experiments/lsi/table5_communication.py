@@ -35,6 +35,8 @@ def line(name: str) -> str:
 if __name__ == "__main__":
     parser = parser_of(__doc__)
     out = start(parser, parser.parse_args())
-    head = "| method | rounds | once up | once down | up in a round | up in all | down in all |\n" + "| --- " * 7 + "|\n"
+    head = (
+        "| method | rounds | once up | once down | up in a round | up in all | down in all |\n" + "| --- " * 7 + "|\n"
+    )
     text = "Millions of floats between the server and one client; in brackets the paper's.\n\n"
     finish(out, text + head + "".join(f"{line(name)} |\n" for name in METHODS))
