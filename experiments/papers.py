@@ -1,20 +1,20 @@
-"""What the experiments in ``hfedatm/``, ``lsi/`` and ``stable_fedadg/`` share: options, runs, tables beside the paper's numbers.
+"""What the experiments in ``hfedatm/``, ``lsi/`` and ``stable_fedadg/`` share: options, runs, tables with
+the papers' numbers.
 
 An experiment is some ``Part``s: each a configuration, and rows that say what they change of it. ``main`` runs all rows by
-``fdg.sweep``, which goes on where it was killed, and writes OUT/table.md.
+``fdg.sweep``, which goes on where it was killed, and writes OUT/table.md. With ``--smoke`` all of them run on emoji styles.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -41,14 +41,26 @@ from fedjax_dg.tables import interval
 HERE = Path(__file__).parent
 #: What --smoke sets in every experiment: one round of 2 x 2 clients with 48 icons of each style.
 SMOKE = {
+    "dataset": "emoji_styles",
+    "examples_per_domain": 48,
+    "held_out": "fluent_mono",
+    "stations": 2,
+    "clients_per_station": 2,
+    "rounds": 1,
+    "station_rounds": 1,
+    "local_epochs": 1,
+    "batch_size": 8,
+    "client_optimizer": "momentum",
+    "client_lr": 0.01,
+    "seeds": 1,
+    "backbone": "lenet5",
+    "augment": "none",
     **dict.fromkeys(("data_dir", "pretrained", "image_size", "max_length", "split", "local_steps", "participants")),
-    **{"dataset": "emoji_styles", "examples_per_domain": 48, "held_out": "fluent_mono", "backbone": "lenet5"},
-    **{"stations": 2, "clients_per_station": 2, "rounds": 1, "station_rounds": 1, "local_epochs": 1, "batch_size": 8},
-    **{"augment": "none", "client_optimizer": "momentum", "client_lr": 0.01, "seeds": 1},
 }
 #: What --smoke leaves out: it needs batch norm, and the smallest network that has it compiles for half a minute.
 NOT_IN_SMOKE = ("gperxan",)
 
+Columns = Literal["held_out", "source"] | tuple[int, ...]
 Scores = dict[str, dict[str, dict[int, float]]]  # row -> column -> seed -> accuracy
 
 
@@ -67,7 +79,7 @@ class Part(NamedTuple):
     rows: Mapping[str, Mapping[str, Any]]  # what each changes: options of [run] and hyper-parameters, by name
     paper: Mapping[str, Mapping[str, float]] = {}  # row -> column -> percent; also what is not run here
     against: Sequence[tuple[str, str]] = ()  # pairs of rows: one, and what it is compared with, paired by seed
-    columns: str | Sequence[int] = "held_out"  # what has a column: held_out domains, source domains, or these rounds
+    columns: Columns = "held_out"  # what has a column: held_out domains, source domains, or these rounds
 
 
 def base(name: str, **options: Any) -> RunConfig:
@@ -99,11 +111,12 @@ def main(doc: str | None, parts: Sequence[Part], smoke: Mapping[str, Any] = {}) 
     parser.add_argument("--seeds", type=int, help="instead of the experiment's own")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="what the rows leave open")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check all rows, foresee the first one's cost; train nothing"
+        "--dry-run", action="store_true", help="check all rows, foresee the first's cost; train nothing"
     )
     arguments = parser.parse_args()
     out = start(parser, arguments)
-    given = {name: getattr(arguments, name) for name in ("data_dir", "pretrained", "seeds") if getattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in ("data_dir", "pretrained", "seeds")}
+    given = {name: value for name, value in given.items() if value is not None}
     chosen = [part for part in parts if arguments.only is None or part.name in arguments.only]
     try:
         given |= parse_settings(tuple(arguments.set))
@@ -114,9 +127,7 @@ def main(doc: str | None, parts: Sequence[Part], smoke: Mapping[str, Any] = {}) 
             return
         texts, finished = [], {}
         for part in ready:
-            what = repr(
-                part._replace(name="", paper={}, against=())
-            )  # parts that differ in their data: alike in --smoke
+            what = repr((part.config, part.rows, part.columns))  # with --smoke, parts of several data sets are one
             finished[what] = finished.get(what) or run(part, out / part.name)
             texts.append(table(part, finished[what]))
     except ValueError as error:
@@ -204,9 +215,8 @@ def foresee(part: Part) -> None:
 
 def run(part: Part, folder: Path) -> Found:
     """Run what is left of a part, and score every row by its ``columns``."""
-    done = sweep(
-        part.config, list(part.rows.values()), out=folder, resume=True, devices=start_devices(1, False), report=tell
-    )
+    devices, rows = start_devices(1, False), list(part.rows.values())
+    done = sweep(part.config, rows, out=folder, resume=True, devices=devices, report=tell)
     records = {(identity(r), r["round"]): r for r in read_metrics(folder) if "accuracy" in r}
     scores: Scores = {label: {} for label in part.rows}
     broken = []
@@ -232,7 +242,7 @@ def tell(event: str, cell: Cell, value: Any) -> None:
         print(f"{cell.name}: {event}", file=sys.stderr, flush=True)
 
 
-def columns_of(columns: str | Sequence[int], cell: Mapping[str, Any], curve: Mapping[int, Mapping[str, Any]]) -> dict:
+def columns_of(columns: Columns, cell: Mapping[str, Any], curve: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
     """Column -> accuracy of one cell; ``curve``: its records by round."""
     if columns == "held_out":
         return {cell["held_out"]: cell["accuracy"]}
@@ -240,18 +250,15 @@ def columns_of(columns: str | Sequence[int], cell: Mapping[str, Any], curve: Map
         return {f"{cell['held_out']}, round {r}": curve[r]["accuracy"] for r in columns if r in curve}
     selected = curve[cell["selected_round"]]
     by_domain = {name.removeprefix("accuracy/"): x for name, x in selected.items() if name.startswith("accuracy/")}
-    return {
-        f"{name} ({cell['held_out']} held out)": x
-        for name, x in by_domain.items()
-        if name != cell["held_out"] and x is not None
-    }
+    sources = {name: x for name, x in by_domain.items() if name != cell["held_out"] and x is not None}
+    return {f"{name} ({cell['held_out']} held out)": x for name, x in sources.items()}
 
 
 def table(part: Part, found: Found) -> str:
     """Ours and the paper's numbers in percent, and differences of the rows that ``against`` compares, as Markdown."""
     scores = found.scores
     columns = list(dict.fromkeys(column for by_column in scores.values() for column in by_column))
-    if len(columns) > 1 and part.columns in ("held_out", "source"):
+    if len(columns) > 1 and isinstance(part.columns, str):
         for by_column in scores.values():
             seeds = set.intersection(*(set(by_column.get(column, {})) for column in columns))
             by_column["average"] = {seed: float(np.mean([by_column[c][seed] for c in columns])) for seed in seeds}
@@ -274,10 +281,9 @@ def table(part: Part, found: Found) -> str:
             if len(gain) > 1 and abs((mean := interval(gain.values()))["mean"]) > mean["ci95"]:
                 clear["better" if mean["mean"] > 0 else "worse"].append(f"{one} than {other} on {column}")
     text = f"## {part.name}\n\n{title(part)}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-    for word, which in clear.items() if part.against else ():
-        text += (
-            f"\nClearly {word} in {len(which)} of {compared} comparisons{': ' if which else ''}{'; '.join(which)}.\n"
-        )
+    for word, which in clear.items() if compared else ():
+        listed = f": {'; '.join(which)}" if which else ""
+        text += f"\nClearly {word} in {len(which)} of {compared} comparisons{listed}.\n"
     return text + "".join(f"\nBroke down: {what}\n" for what in found.broken)
 
 
@@ -304,6 +310,5 @@ def in_percent(by_seed: Mapping[int, float], part: Part, sign: str = "") -> str:
         return "-"
     found = interval(by_seed.values())
     spread = "" if found["ci95"] is None else f" ± {100 * found['ci95']:.1f}"
-    return f"{100 * found['mean']:{sign}.1f}{spread}" + (
-        "" if found["n"] == part.config.seeds else f" (n={found['n']})"
-    )
+    number = "" if found["n"] == part.config.seeds else f" (n={found['n']})"
+    return f"{100 * found['mean']:{sign}.1f}{spread}{number}"

@@ -8,7 +8,7 @@ paper:    lambda = 1.0; one number a data set, which we take for the average ove
 ours:     as in main_table.py. "Avg" is neither part, which the paper's table does not have. RoBERTa has no convolutions, so
           here FOT changes nothing on the reviews, where the paper loses 3.3 and 8.0 points without it; the authors'
           release, unlike the paper, also permutes linear layers (--set align_dense=true)
-status:   not run by us on the real data, which may not be passed on; on emoji styles see results/hfedatm_ablation.md
+status:   not run by us on the real data, which may not be passed on; see results/hfedatm_emoji_styles.md
 """
 
 from experiments.hfedatm.main_table import LENET

@@ -4,7 +4,7 @@ command:  python -m experiments.hfedatm.backbones --only PACS-resnet18 --data-di
           a part at a time, as each has its own weights; without --pretrained a network starts from scratch
 cost:     48 cells a part, at 224 x 224 pixels: a GPU; --dry-run foresees it
 data:     PACS; Amazon reviews
-paper:    averages over the held-out domains; those of FedAvg and FedProx, and of other data sets, are not in the text we have
+paper:    averages over the held-out domains; FedAvg, FedProx and other data sets are not in the text we have
 ours:     whether the paper's networks are pretrained, their rates and rounds are not in the text either: those here are the
           FedDG Benchmark's for PACS where it gives them (batches of 32, Adam at 3e-5), and ours
 status:   not run by us on the real data, which may not be passed on

@@ -8,7 +8,7 @@ paper:    numbers for lambda = 1.0 are in main_table.py; those for 0.1 and 0.0 a
           HFedATM then gains little with FedAvg and FedProx and clearly with FedSR and FedIIR
 ours:     as in main_table.py; clients of one domain share a station where that is possible (--set
           station_assignment=round-robin spreads them)
-status:   not run by us on the real data, which may not be passed on; on emoji styles see results/hfedatm_ablation.md
+status:   not run by us on the real data, which may not be passed on; see results/hfedatm_emoji_styles.md
 """
 
 from experiments.hfedatm.main_table import LENET, METHODS

@@ -5,9 +5,8 @@ command:  python -m experiments.hfedatm.hierarchical_methods --data-dir D [--onl
 cost:     60 cells a data set; LeNet-5 on pictures is cheap, RoBERTa-base wants a GPU; --dry-run foresees it
 data:     PACS, Office-Home, Terra Incognita, Amazon reviews
 paper:    HFedATM, with FedAvg and FedSR, is best on all four; the numbers are not in the text we have
-ours:     as in main_table.py; MTGC corrects plain SGD (its rate here is ours), as it divides by the rate; FedRC's weights are
-          those of the rapid-converged hierarchical method (Kou et al., 2024) at both tiers, of texts' features as token
-          ids have no mean colour
+ours:     as in main_table.py; MTGC corrects plain SGD (its rate here is ours); FedRC is the rapid-converged hierarchical
+          method (Kou et al., 2024) at both tiers, on texts by their features, as token ids have no mean colour
 status:   not run by us on the real data, which may not be passed on
 """
 

@@ -3,9 +3,9 @@
 command:  python -m experiments.lsi.table4_ablation --data-dir D --pretrained resnet50-0676ba61.pth [--only PACS]
 cost:     48 cells of ResNet-50 at 224 x 224 a data set: a GPU; --dry-run foresees it
 data:     PACS with its lists of files; Office-Home
-paper:    Table IV. 86.81 and 69.66 without both, against 82.30 and 68.98 for FedAvg in Table I: most of the gain is the recipe
+paper:    Table IV. 86.81 and 69.66 without both, 82.30 and 68.98 for FedAvg in Table I: most of the gain is the recipe
 ours:     as in table1_pacs_officehome.py
-status:   not run by us on the real data, which may not be passed on; on emoji styles see results/lsi_ablation.md
+status:   not run by us on the real data, which may not be passed on; see results/lsi_emoji_styles.md
 """
 
 from experiments.lsi.table1_pacs_officehome import PLAIN, SMALL, paper

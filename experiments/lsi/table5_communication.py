@@ -4,7 +4,8 @@ command:  python -m experiments.lsi.table5_communication
 cost:     seconds; nothing is trained
 data:     none: sizes are read off the shapes of what is sent
 paper:    Table V. A round takes a model up and down; LSI's importances, which are as large as the model, are not counted
-ours:     all that travels is counted, with batch statistics. FedDG-GA also sends two accuracies
+ours:     all that travels is counted, with batch statistics. FedDG-GA sends two accuracies, and its clients get
+          the new model at a round's end, to judge it, and again at the next one's start
 status:   run: results/lsi_parameters.md
 """
 

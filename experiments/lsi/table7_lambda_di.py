@@ -4,8 +4,8 @@ command:  python -m experiments.lsi.table7_lambda_di --data-dir D --pretrained r
 cost:     72 cells of ResNet-50 at 224 x 224: a GPU; --dry-run foresees it
 data:     PACS with its lists of files
 paper:    Table VII
-ours:     as in table1_pacs_officehome.py; with the released code's mean over features (--set reduction=mean) the same lambda_di
-          is 512 times weaker
+ours:     as in table1_pacs_officehome.py; with the released code's mean over the 512 features (--set reduction=mean) a
+          lambda_di is 512 times weaker
 status:   not run by us on the real data, which may not be passed on
 """
 
