@@ -23,5 +23,7 @@ PAPER = {row: {f"painting, round {r}": x for r, x in zip(ROUNDS, numbers)} for r
 OURS = {name: ROWS[name] for name in ("FedAvg", "FedDG-GA", "LSI")}
 PAIRS = [("LSI", "FedAvg"), ("LSI", "FedDG-GA")]
 
+PARTS = [Part("DomainNet", replace(CONFIG, held_out="painting"), OURS, PAPER, PAIRS, ROUNDS)]
+
 if __name__ == "__main__":
-    main(__doc__, [Part("DomainNet", replace(CONFIG, held_out="painting"), OURS, PAPER, PAIRS, ROUNDS)], SMALL)
+    main(__doc__, PARTS, SMALL)

@@ -4,7 +4,8 @@ command:  python -m experiments.lsi.table1_pacs_officehome --data-dir D --pretra
 cost:     84 cells of ResNet-50 at 224 x 224 a data set: a GPU; --dry-run foresees it
 data:     PACS with its lists of files; Office-Home
 paper:    Table I; its other methods' numbers are mostly quoted from their own papers, gPerXAN* is a run of the authors. RSC
-          and ELCFS stand there as printed: their PACS columns look swapped (96.23 on art paintings)
+          and ELCFS stand there as printed: their PACS columns look swapped (96.23 on art paintings);
+          CCST's columns of Office-Home have the average 68.34
 ours:     all methods get LSI's recipe (lsi.toml), also those whose papers take other rounds and rates; "FedAvg, LSI's
           network" has the head with a batch norm and lambda_di = 0, a fair baseline. CCST needs files of AdaIN, so it is not
           a row: fedjax-dg run --config experiments/lsi.toml --algorithm ccst --set encoder=PATH --set decoder=PATH. The

@@ -24,5 +24,7 @@ ROWS = {f"lambda_di {value:g}": {"lambda_di": value} for value in NUMBERS}
 PAPER = paper(("art_painting", "cartoon", "photo", "sketch"), dict(zip(ROWS, NUMBERS.values())))
 PAIRS = [("lambda_di 1", other) for other in ROWS if other != "lambda_di 1"]
 
+PARTS = [Part("PACS", base("lsi"), ROWS, PAPER, PAIRS)]
+
 if __name__ == "__main__":
-    main(__doc__, [Part("PACS", base("lsi"), ROWS, PAPER, PAIRS)], SMALL)
+    main(__doc__, PARTS, SMALL)

@@ -16,6 +16,7 @@ from experiments.stable_fedadg.table2_pacs import ROWS, SMALL
 from fedjax_dg.config import RunConfig
 
 CONFIG = RunConfig(
+    aggregator="mean",
     held_out="fluent_mono",
     stations=3,
     clients_per_station=1,
@@ -34,5 +35,7 @@ SETTINGS = {
 OURS = {name: ROWS[name] for name in ("FedAvg", "FedADG", "Stable-FedADG")}
 PAIRS = [("FedADG", "FedAvg"), ("Stable-FedADG", "FedAvg"), ("Stable-FedADG", "FedADG")]
 
+PARTS = [Part(name, config, OURS, against=PAIRS) for name, config in SETTINGS.items()]
+
 if __name__ == "__main__":
-    main(__doc__, [Part(name, config, OURS, against=PAIRS) for name, config in SETTINGS.items()], SMALL)
+    main(__doc__, PARTS, SMALL)
