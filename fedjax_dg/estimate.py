@@ -69,6 +69,21 @@ def choose_chunk(backbone, algorithm: Algorithm, topology: Topology, num_devices
     return max(1, min(room, participants))
 
 
+def cells_at_once(backbone, algorithm: Algorithm, topology: Topology, cells: int) -> int:
+    """How many of so many cells, each of all its clients in ``choose_chunk``'s way, to compute side by side.
+
+    One on CPU; elsewhere as many as fit into ``TRAINING_SHARE`` of the device's memory, with a model and a message for every
+    station.
+    """
+    if jax.devices()[0].platform == "cpu":
+        return 1
+    participants = topology.participants or topology.clients_per_station
+    chunk = choose_chunk(backbone, algorithm, topology)
+    clients = topology.stations * participants if chunk == 0 else chunk
+    size = (clients + topology.stations) * client_bytes(backbone, algorithm, topology)
+    return int(np.clip(TRAINING_SHARE * device_memory() // size, 1, cells))
+
+
 def fits(inputs: Any, dealt: Deal, mesh: Any = None) -> bool:
     """Whether ``DATA_SHARE`` of the devices' memory holds the inputs of a federation, clients' and judged ones."""
     example = int(np.prod(inputs.shape[1:])) * inputs.dtype.itemsize

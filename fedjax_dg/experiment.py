@@ -39,7 +39,7 @@ from fedjax_dg.datasets.domains import thinned
 from fedjax_dg.datasets.images import resize
 from fedjax_dg.datasets.reading import read_all
 from fedjax_dg.errors import unknown
-from fedjax_dg.estimate import fits, num_bytes
+from fedjax_dg.estimate import cells_at_once, fits, num_bytes
 from fedjax_dg.evaluate import is_better
 from fedjax_dg.federation import Deal, Federation, deal, in_fewer_shapes, place, validation_share
 from fedjax_dg.recipes import AUGMENTS
@@ -272,11 +272,11 @@ def rounds_of(grid: Grid, aggregator: str, together: bool = False) -> Rounds:
     """The configuration's rounds with one server rule, for any hyper-parameters; checked against the federation."""
     config, sizes = grid.config, sizes_of(grid)
 
-    def make(numbers: Numbers) -> Round:
+    def make(numbers: Numbers, like: Round | None) -> Round:
         to_server = build_aggregator(config, aggregator, numbers.server)
         to_station = build_station_aggregator(config, numbers.station)
         algorithm = build_algorithm(config, numbers.algorithm, **sizes)
-        return make_round(grid.backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh)
+        return make_round(grid.backbone, algorithm, topology(config), to_server, to_station, mesh=grid.mesh, like=like)
 
     if (augment := AUGMENTS[config.augment]) is not None:  # raises now what it would raise while the round is traced
         inputs = grid.domains.inputs
@@ -567,13 +567,40 @@ def size_of(grid: Grid, aggregator: str, at_once: int | None) -> int:
     """Cells of one rule that a program computes side by side: as even as their number allows, at most ``at_once``."""
     first = next(cell for cell in grid.cells if cell.aggregator == aggregator)
     settings = sum(cell[1:4] == first[1:4] for cell in grid.cells)
-    most = default_at_once(grid, aggregator) if at_once is None else at_once
+    if settings == 1:
+        return 1
+    most = default_at_once(grid, settings) if at_once is None else at_once
+    if most > 1 and (why := one_at_a_time(grid)) is not None:
+        raise ValueError(f"at_once={most} is given, but {why}: leave it out, or give 1.")
     return -(-settings // -(-settings // most))
 
 
-def default_at_once(grid: Grid, aggregator: str) -> int:
-    """Cells of a sweep that are computed side by side. One on CPU: see ``default_jobs``."""
-    return 1
+def check_at_once(grids: Sequence[Grid], at_once: int | None) -> None:
+    """``ValueError`` for a number of cells that cannot be computed side by side."""
+    for grid in grids:
+        for rule in names(grid.config.aggregator):
+            size_of(grid, rule, at_once)
+
+
+def one_at_a_time(grid: Grid) -> str | None:
+    """Why the cells of a grid cannot be computed side by side in one program; None if they can."""
+    if grid.mesh is not None:
+        return "every cell is spread over several devices"
+    if grid.federations.stream:
+        return "the examples are streamed"
+    if build_algorithm(grid.config, **sizes_of(grid)).furnish is not None:
+        return f"{grid.config.algorithm} makes examples of its own for every setting"
+    return None
+
+
+def default_at_once(grid: Grid, settings: int) -> int:
+    """Cells of a sweep that one program computes side by side: on CPU one, as ``jobs`` programs use the cores and a cell's
+    working set then stays in the cache (``experiments/benchmarks/sweep.py``); elsewhere as many as a device's memory holds.
+    """
+    if one_at_a_time(grid) is not None:
+        return 1
+    algorithm = build_algorithm(grid.config, **sizes_of(grid))
+    return cells_at_once(algorithm.adapt(grid.backbone), algorithm, topology(grid.config), settings)
 
 
 def default_jobs(grids: Sequence[Grid]) -> int:

@@ -169,7 +169,9 @@ class RunFolder:
     def keep_cells(self, cells: Sequence[Cell]) -> None:
         """Write ``cells.json``: what is going to be trained, for tables to know what is missing."""
         if sharding.is_first():
-            write_atomically(self.path / "cells.json", json.dumps([cell.as_record() for cell in cells]) + "\n")
+            write_atomically(
+                self.path / "cells.json", json.dumps({"cells": [cell.as_record() for cell in cells]}) + "\n"
+            )
 
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.estimate import choose_chunk
 from fedjax_dg.evaluate import evaluate, scores
 from fedjax_dg.federation import Federation
+from fedjax_dg.progress import round_bar
 from fedjax_dg.round import make_step
 from fedjax_dg.types import (
     Aggregator,
@@ -58,7 +60,7 @@ class Round:
 class Rounds:
     """Rounds that differ in numbers alone, as one program; ``over_numbers`` makes it. Its parts take the numbers first."""
 
-    make: Callable[[PyTree], Round]
+    make: Callable[[PyTree, Round | None], Round]
     like: Round  # one of them, for what all have in common
     init: Any  # jitted (numbers, key, variables=None)
     block: Any  # jitted (numbers, state, data, key, length); consumes ``state``
@@ -67,7 +69,7 @@ class Rounds:
     def at(self, numbers: PyTree) -> Round:
         """The round with these numbers, which runs the common program."""
         return dataclasses.replace(
-            self.make(numbers),
+            self.make(numbers, self.like),
             init=functools.partial(self.init, numbers),
             block=functools.partial(self.block, numbers),
             evaluate=functools.partial(self.evaluate, numbers),
@@ -86,6 +88,7 @@ def make_round(
     to_station: Aggregator | None = None,
     chunk: int | None = None,
     mesh: sharding.Mesh | None = None,
+    like: Round | None = None,
 ) -> Round:
     """What clients do, how stations and the server merge (``mean()`` by default), and the sizes: a round.
 
@@ -93,13 +96,17 @@ def make_round(
     ``estimate.choose_chunk``. ``mesh``: devices to spread over (``sharding.mesh_for``), each with its own clients; the
     federation must be placed on the same. Keep the result and use it for every seed: its compiled program is kept with
     it. ``init(key)`` draws the start of a run; ``init(key, variables)`` starts from given (pretrained) ones of
-    ``backbone``, and draws only what they lack (see ``Backbone.starts``).
+    ``backbone``, and draws only what they lack (see ``Backbone.starts``). ``like``: a round that differs in
+    hyper-parameters alone, so that what was checked and chosen for it holds.
     """
     check_epochs(algorithm, topology)
     to_server, to_station = (algorithm.merging(rule or mean()) for rule in (to_server, to_station))
     backbone = algorithm.adapt(backbone)
-    for rule in (to_station, to_server):
-        check_rule(backbone, rule)
+    if like is not None:
+        chunk = like.chunk
+    else:
+        for rule in (to_station, to_server):
+            check_rule(backbone, rule)
     if chunk is None:
         chunk = choose_chunk(backbone, algorithm, topology, mesh.size if mesh else 1)
     plain_step = make_step(backbone, algorithm, topology, to_station, to_server, chunk)
@@ -147,24 +154,25 @@ def make_round(
     )
 
 
-def over_numbers(make: Callable[[PyTree], Round], numbers: PyTree, together: bool = False) -> Rounds:
-    """The rounds ``make(numbers)`` as one program, for any numbers of the same structure: hyper-parameters.
+def over_numbers(make: Callable[[PyTree, Round | None], Round], numbers: PyTree, together: bool = False) -> Rounds:
+    """The rounds ``make(numbers, like)`` as one program, for any numbers of the same structure: hyper-parameters.
 
-    ``together``: ``block`` and ``evaluate`` take several at once, numbers and states [T, ...] (a vmap); data and keys are
-    common to them, so what does not depend on the numbers, such as the draw of the batches, is computed once.
+    ``like``: see ``make_round``; None at first. ``together``: ``block`` and ``evaluate`` take several at once, numbers and
+    states [T, ...] (a vmap); data and keys are common to them, so what does not depend on the numbers, such as the draw of
+    the batches, is computed once.
     """
-    like = make(numbers)
+    like = make(numbers, None)
     placed = sharding.of_state(like.mesh)
 
     def init(numbers, key, variables=None):
-        return make(numbers).init(key, variables)
+        return make(numbers, like).init(key, variables)
 
     def block(numbers, state, data, key, length):
-        one = lambda numbers, state: make(numbers).block(state, data, key, length=length)
+        one = lambda numbers, state: make(numbers, like).block(state, data, key, length=length)
         return (jax.vmap(one) if together else one)(numbers, state)
 
     def judge(numbers, variables, data, key, num_domains, start=0):
-        one = lambda numbers, variables: make(numbers).evaluate(variables, data, key, num_domains, start)
+        one = lambda numbers, variables: make(numbers, like).evaluate(variables, data, key, num_domains, start)
         return (jax.vmap(one) if together else one)(numbers, variables)
 
     return Rounds(
@@ -336,16 +344,21 @@ def run(
     *,
     eval_every: int = 1,
     workers: int = 0,
+    progress: bool = False,
 ) -> tuple[ServerState, list[dict[str, Any]]]:
     """Run ``rounds`` rounds; the last state, and a record of plain numbers for every evaluated round.
 
-    ``state`` is consumed (its buffers are donated). For checkpoints and model selection use ``run_blocks`` or the
+    ``state`` is consumed (its buffers are donated). ``progress``: show a bar, also in notebooks, or lines where there is
+    no terminal. For checkpoints and model selection use ``run_blocks`` or the
     command line. Raises as ``run_blocks`` does.
     """
     history = []
-    for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
-        state = reached.state
-        history.append(reached.record)
+    shown = round_bar(rounds, int(state.round)) if progress else contextlib.nullcontext(lambda record: None)
+    with shown as report:
+        for reached in run_blocks(round_fn, state, federation, rounds, key, eval_every, workers=workers):
+            state = reached.state
+            history.append(reached.record)
+            report(reached.record)
     return state, history
 
 

@@ -28,7 +28,7 @@ from fedjax_dg.config import (
     typed_option,
 )
 from fedjax_dg.errors import unknown
-from fedjax_dg.experiment import Grid, resolve, run_grid
+from fedjax_dg.experiment import Grid, check_at_once, resolve, run_grid
 from fedjax_dg.results import Cell, RunFolder
 from fedjax_dg.tables import render
 
@@ -94,7 +94,7 @@ def sweep(
     config: RunConfig,
     settings: Sequence[Mapping[str, Any]] | None = None,
     *,
-    grid: Mapping[str, Sequence[Any]] | None = None,
+    grid: Mapping[str, Any] | None = None,
     random: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -119,6 +119,7 @@ def sweep(
     config = check(config)
     settings = product(settings, grid, random, config)
     grids = grids_of(config, settings, devices)
+    check_at_once(grids, at_once)
     path = tempfile.mkdtemp(prefix="fedjax_dg_") if out is None else out
     folder = RunFolder(Path(path), config, resume, overwrite or out is None)
     cells, failed = run_grid(grids, folder, report, jobs, at_once)
@@ -127,14 +128,14 @@ def sweep(
 
 def product(
     settings: Sequence[Mapping[str, Any]] | None,
-    grid: Mapping[str, Sequence[Any]] | None,
+    grid: Mapping[str, Any] | None,
     random: Mapping[str, Any] | None,
     config: RunConfig,
 ) -> list[Setting]:
     """All combinations of the settings given, those of a grid and those drawn. ``ValueError`` if there are none."""
     axes: list[Sequence[Mapping[str, Any]]] = [] if settings is None else [list(settings)]
     for name, values in (grid or {}).items():
-        if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray) or len(values) == 0:
+        if not isinstance(values, list | tuple | np.ndarray) or len(values) == 0:
             raise ValueError(f"{name} = {values!r} in a grid is no list of values: give one, such as [0.01, 0.1].")
         axes.append([{name: value.item() if isinstance(value, np.generic) else value} for value in values])
     if random is not None:

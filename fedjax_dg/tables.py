@@ -54,7 +54,7 @@ def load(run: str | Path) -> Results:
     if not (folder / "result.json").exists():
         raise ValueError(f"{run} has no result.json: give the folder of a run that has finished at least one cell.")
     result = read_json(folder / "result.json")
-    planned: Any = read_json(folder / "cells.json") if (folder / "cells.json").exists() else []
+    planned = read_json(folder / "cells.json")["cells"] if (folder / "cells.json").exists() else []
     curves: dict[Cell, list[dict[str, Any]]] = {}
     for record in read_metrics(folder) if (folder / "metrics.jsonl").exists() else ():
         if "accuracy" in record:
@@ -174,12 +174,24 @@ def interval(values: Iterable[float]) -> dict[str, Any]:
     return {"mean": float(values.mean()), "ci95": half, "se": error, "n": n}
 
 
-Row = tuple[str, str, tuple]  # algorithm, server rule, setting
+class Row(NamedTuple):
+    """What the cells of a row have in common."""
+
+    algorithm: str
+    aggregator: str
+    setting: tuple = ()
+    run: str = ""  # named where several run folders have the same row
+
+    def as_record(self) -> dict[str, Any]:
+        """For a summary; without what is not said."""
+        told: dict[str, Any] = {"run": self.run} if self.run else {}
+        told |= {"algorithm": self.algorithm, "aggregator": self.aggregator}
+        return told | ({"hparams": dict(self.setting)} if self.setting else {})
 
 
 def row_of(cell: Mapping[str, Any]) -> Row:
     """The row of a table that a cell is in."""
-    return cell["algorithm"], cell["aggregator"], tuple(cell.get("hparams", {}).items())
+    return Row(cell["algorithm"], cell["aggregator"], tuple(cell.get("hparams", {}).items()), cell.get("run", ""))
 
 
 def summarise(
@@ -202,21 +214,22 @@ def summarise(
                 row[name] = {s: float(over([row[d][s] for d in domains])) for s in seeds}
 
     def base_of(key: Row) -> Row | None:
-        wanted = baseline or next(other[:2] for other in table if other[0] == key[0])
-        fits = [other for other in table if other[:2] == wanted and set(other[2]) <= set(key[2])]
-        return fits[0] if fits and key[:2] != wanted else None
+        own = [other for other in table if other.algorithm == key.algorithm and other.run == key.run]
+        wanted = baseline or own[0][:2]
+        fits = [other for other in table if other[:2] == wanted and set(other.setting) <= set(key.setting)]
+        fits = [other for other in fits if other.run == key.run] or fits
+        return fits[0] if fits and fits[0] != key and (baseline or key[:2] != wanted) else None
 
     summary, paired = [], []
     for key, row in table.items():
         other = base_of(key)
         for held_out, by_seed in row.items():
-            told = dict(zip(("algorithm", "aggregator"), key)) | ({"hparams": dict(key[2])} if key[2] else {})
-            told |= {"held_out": held_out}
+            told = key.as_record() | {"held_out": held_out}
             summary.append(told | interval(by_seed.values()))
             base = {} if other is None else table[other].get(held_out, {})
             if common := [s for s in by_seed if s in base]:
                 assert other is not None
-                name = other[1] if other[0] == key[0] else f"{other[0]} {other[1]}"
+                name = other.aggregator if other[::3] == key[::3] else " ".join(x for x in (other.run, *other[:2]) if x)
                 paired.append(told | {"baseline": name} | interval([by_seed[s] - base[s] for s in common]))
     return summary, paired
 
@@ -260,26 +273,33 @@ def render(
     ``selection`` (default: each run's own) and ``settings``: see ``choose``. ``format``: ``text``, ``md``, ``latex``
     (booktabs; the best of a column bold), ``csv`` (a line per number). ``spread``: ``ci95``, the half width of the 95 % t
     interval, or ``se``, the standard error with n - 1 (DomainBed divides by n). ``baseline``: ``RULE`` or
-    ``ALGORITHM RULE``, as the table prints them. Several folders of one data set, held-out domains and selection make one
-    table. Below it: why numbers are missing. Raises ``ValueError`` for what does not exist.
+    ``ALGORITHM RULE``, as the table prints them. Folders whose numbers mean the same (``table_title``) make one table.
+    Below it: why numbers are missing. Raises ``ValueError`` for what does not exist.
     """
     for kind, given, allowed in (("format", format, FORMATS), ("spread", spread, SPREADS)):
         if given not in allowed:
             raise unknown(kind, given, allowed)
     if not runs:
         raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
-    loaded = [load(run) for run in runs]
-    several = len(loaded) > 1
-    parts = []
-    for run in loaded:
-        rule = selection or run.config.selection
-        chosen = choose(run, rule, settings)
-        config = dataclasses.replace(run.config, selection=rule)
-        if not chosen.cells and not chosen.missing:
+    alike: dict[str, list[tuple[Results, RunConfig]]] = {}
+    for run in (load(run) for run in runs):
+        config = dataclasses.replace(run.config, selection=selection or run.config.selection)
+        if not run.cells and not run.failed:
             raise ValueError(f"{run.path} has no finished cell: let it go on.")
-        body = _body(chosen, config, format, spread, baseline)
-        head = f"{run.path}\n" if several and format != "csv" else ""
-        parts.append(head + body)
+        alike.setdefault(table_title(config, spread), []).append((run, config))
+    parts = []
+    for group in alike.values():
+        chosen = [choose(run, config.selection, settings) for run, config in group]
+        heads = [{row_of(cell) for cell in one.cells} for one in chosen]
+        if len(set().union(*heads)) < sum(map(len, heads)):  # the same row in several
+            for (run, _), one in zip(group, chosen):
+                for cell in one.cells:
+                    cell["run"] = run.path.name
+        cells = [cell for one in chosen for cell in one.cells]
+        missing = {which: why for one in chosen for which, why in one.missing.items()}
+        parts.append(_body(Chosen(cells, missing), group[0][1], format, spread, baseline))
+    if format == "csv":
+        return parts[0] + "".join(part.split("\n", 1)[1] for part in parts[1:])
     return "\n".join(parts)
 
 
@@ -303,7 +323,7 @@ def _body(chosen: Chosen, config: RunConfig, format: str, spread: str, baseline:
         return markdown_of(header, lines, title, notes)
     table = Table()
     for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number >= len(header) - _numbers(header) else "left")
+        table.add_column(name, justify="right" if number >= _words(header) else "left")
     for line in lines:
         table.add_row(*line)
     console = Console(file=io.StringIO(), width=10_000)
@@ -315,9 +335,9 @@ def _body(chosen: Chosen, config: RunConfig, format: str, spread: str, baseline:
     return console.file.getvalue()
 
 
-def _numbers(header: Sequence[str]) -> int:
-    """How many of the last columns hold numbers."""
-    return len(header) - (3 if "setting" in header else 2)
+def _words(header: Sequence[str]) -> int:
+    """How many of the first columns hold words."""
+    return sum(name in header for name in ("run", "algorithm", "server rule", "setting"))
 
 
 def rows(
@@ -334,7 +354,7 @@ def rows(
     summary, paired = summarise(cells, baseline)
     columns = list(dict.fromkeys(s["held_out"] for s in summary))
     columns = [c for c in columns if c not in OVERALL] + [c for c in OVERALL if c in columns]
-    swept = any("hparams" in s for s in summary)
+    swept, named = any("hparams" in s for s in summary), any("run" in s for s in summary)
     best = {c: max((s["mean"] for s in summary if s["held_out"] == c), default=None) for c in columns}
     plus_minus = r"$\pm$" if latex else "±"
 
@@ -352,14 +372,12 @@ def rows(
     for entries, sign in ((summary, ""), (paired, "+")):
         by_row: dict[tuple, dict[str, dict]] = {}
         for e in entries:
-            setting = setting_text(e.get("hparams", {}))
-            by_row.setdefault((e["algorithm"], e["aggregator"], e.get("baseline"), setting), {})[e["held_out"]] = e
-        for (algorithm, aggregator, base, setting), cells_of_row in by_row.items():
-            rule = aggregator if base is None else f"{aggregator} - {base}"
-            lines.append(
-                [algorithm, rule, *([setting] if swept else []), *(text(cells_of_row.get(c), sign) for c in columns)]
-            )
-    return ["algorithm", "server rule", *(["setting"] if swept else []), *columns], lines
+            setting, base = setting_text(e.get("hparams", {})), e.get("baseline")
+            rule = e["aggregator"] if base is None else f"{e['aggregator']} - {base}"
+            words = (*([e["run"]] if named else []), e["algorithm"], rule, *([setting] if swept else []))
+            by_row.setdefault(words, {})[e["held_out"]] = e
+        lines += [[*words, *(text(row.get(c), sign) for c in columns)] for words, row in by_row.items()]
+    return [*(["run"] if named else []), "algorithm", "server rule", *(["setting"] if swept else []), *columns], lines
 
 
 def setting_text(setting: Mapping[str, Any]) -> str:
@@ -403,15 +421,15 @@ def _latex(header: Sequence[str], lines: Sequence[Sequence[str]], title: str, no
     def escaped(text: str) -> str:
         return "".join("\\" + c if c in "&%$#_{}" else c for c in text)
 
-    words = len(header) - _numbers(header)
+    words, rule = _words(header), header.index("server rule")
     shown = [[escaped(cell) if n < words else cell for n, cell in enumerate(line)] for line in lines]
-    first = next((i for i, line in enumerate(lines) if " - " in line[1]), len(lines))
+    first = next((i for i, line in enumerate(lines) if " - " in line[rule]), len(lines))
     body = [" & ".join(line) + r" \\" for line in shown]
     comments = [f"% {text}" for text in (title, *notes)]
     return "\n".join(
         [
             *comments,
-            rf"\begin{{tabular}}{{{'l' * words}{'r' * _numbers(header)}}}",
+            rf"\begin{{tabular}}{{{'l' * words}{'r' * (len(header) - words)}}}",
             r"\toprule",
             " & ".join(map(escaped, header)) + r" \\",
             r"\midrule",
@@ -428,11 +446,11 @@ def _csv(summary: Sequence[Mapping[str, Any]], paired: Sequence[Mapping[str, Any
     """A line per number, in percent."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["algorithm", "aggregator", "setting", "baseline", "held_out", "mean", spread, "seeds"])
+    writer.writerow(["run", "algorithm", "aggregator", "setting", "baseline", "held_out", "mean", spread, "seeds"])
     for entry in (*summary, *paired):
         setting, base = setting_text(entry.get("hparams", {})), entry.get("baseline", "")
         wide = "" if entry[spread] is None else f"{100 * entry[spread]:.4f}"
-        told = [entry["algorithm"], entry["aggregator"], setting, base, entry["held_out"]]
+        told = [entry.get("run", ""), entry["algorithm"], entry["aggregator"], setting, base, entry["held_out"]]
         writer.writerow([*told, f"{100 * entry['mean']:.4f}", wide, entry["n"]])
     return out.getvalue()
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from fedjax_dg import results
 from fedjax_dg.config import RunConfig
@@ -20,158 +19,12 @@ from fedjax_dg.results import (
     Progress,
     RunFolder,
     environment,
-    interval,
-    markdown,
     read_json,
-    rows,
-    summarise,
     write_atomically,
-    write_results,
 )
 
 CONFIG = RunConfig(rounds=4)
 CELL = Cell("fedavg", "mean", "noto", 0)
-
-
-def cell(aggregator="mean", held_out="noto", seed=0, accuracy=0.5, algorithm="fedavg"):
-    return {
-        "algorithm": algorithm,
-        "aggregator": aggregator,
-        "held_out": held_out,
-        "seed": seed,
-        "accuracy": accuracy,
-    }
-
-
-def grid(accuracies):
-    """Cells from ``{(aggregator, held_out): accuracy by seed}``."""
-    return [cell(a, d, s, x) for (a, d), values in accuracies.items() for s, x in enumerate(values)]
-
-
-def find(entries, **wanted):
-    (entry,) = [e for e in entries if all(e[k] == v for k, v in wanted.items())]
-    return entry
-
-
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def test_interval_of_three_values_by_hand():
-    got = interval([1.0, 2.0, 3.0])
-    assert (got["mean"], got["n"]) == (2.0, 3)
-    assert got["ci95"] == pytest.approx(4.302652729911275 / np.sqrt(3), rel=1e-9)  # t(0.975, 2) from a table
-
-
-@pytest.mark.parametrize("n", [2, 5, 30])
-def test_interval_is_that_of_scipy(n):
-    values = np.random.default_rng(n).normal(0.6, 0.1, n)
-    low, high = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
-    got = interval(values.tolist())
-    assert (got["mean"] - got["ci95"], got["mean"] + got["ci95"]) == pytest.approx((low, high), rel=1e-9)
-
-
-def test_one_seed_has_no_interval():
-    assert interval([0.25]) == {"mean": 0.25, "ci95": None, "n": 1}
-
-
-def test_summary_has_a_line_for_each_rule_and_domain():
-    summary, _ = summarise(grid({("mean", "noto"): [0.2, 0.4], ("hfedatm", "noto"): [0.5, 0.5]}))
-    assert [(s["algorithm"], s["aggregator"], s["held_out"]) for s in summary] == [
-        ("fedavg", "mean", "noto"),
-        ("fedavg", "hfedatm", "noto"),
-    ]
-    assert find(summary, aggregator="mean") | interval([0.2, 0.4]) == find(summary, aggregator="mean")
-    assert find(summary, aggregator="hfedatm")["ci95"] == 0.0
-
-
-def test_differences_are_paired_by_seed():
-    """Both rules vary far more between seeds than they differ: an unpaired interval would be wide."""
-    summary, paired = summarise(grid({("mean", "noto"): [0.1, 0.5, 0.9], ("hfedatm", "noto"): [0.2, 0.6, 1.0]}))
-    (line,) = paired
-    assert (line["aggregator"], line["baseline"], line["held_out"], line["n"]) == ("hfedatm", "mean", "noto", 3)
-    assert line["mean"] == pytest.approx(0.1) and line["ci95"] == pytest.approx(0.0, abs=1e-12)
-    assert find(summary, aggregator="mean")["ci95"] > 0.9
-
-
-def test_differences_are_over_common_seeds_only():
-    cells = [cell("mean", seed=1, accuracy=0.4), *(cell("hfedatm", seed=s, accuracy=0.5 + 0.1 * s) for s in range(2))]
-    _, (line,) = summarise(cells)
-    assert line["mean"] == pytest.approx(0.6 - 0.4) and (line["ci95"], line["n"]) == (None, 1)
-
-
-def test_no_difference_without_a_common_seed():
-    assert summarise([cell("mean", seed=0), cell("hfedatm", seed=1)])[1] == []
-
-
-def test_the_first_rule_is_the_baseline_of_all_others():
-    _, paired = summarise(grid({("hfedatm", "noto"): [0.5], ("mean", "noto"): [0.2], ("fedadam", "noto"): [0.1]}))
-    assert [(p["aggregator"], p["baseline"]) for p in paired] == [("mean", "hfedatm"), ("fedadam", "hfedatm")]
-
-
-def test_algorithms_are_compared_with_their_own_baseline():
-    cells = [cell(a, accuracy=x, algorithm=m) for m, a, x in (("fedavg", "mean", 0.1), ("fedsr", "mean", 0.5))]
-    cells += [cell("hfedatm", accuracy=0.6, algorithm="fedsr")]
-    _, (line,) = summarise(cells)
-    assert line["algorithm"] == "fedsr" and line["mean"] == pytest.approx(0.1)
-
-
-def test_average_is_each_seeds_mean_over_domains():
-    summary, paired = summarise(
-        grid(
-            {
-                ("mean", "noto"): [0.1, 0.3],
-                ("mean", "twemoji"): [0.5, 0.5],
-                ("hfedatm", "noto"): [0.3, 0.3],
-                ("hfedatm", "twemoji"): [0.5, 0.7],
-            }
-        )
-    )
-    expected = interval([0.3, 0.4])
-    assert find(summary, aggregator="mean", held_out="average") == pytest.approx(
-        {"algorithm": "fedavg", "aggregator": "mean", "held_out": "average"} | expected
-    )
-    assert find(paired, held_out="average")["mean"] == pytest.approx(0.1)
-
-
-def test_average_is_over_seeds_that_have_every_domain():
-    cells = grid({("mean", "noto"): [0.1, 0.3, 0.8], ("mean", "twemoji"): [0.5, 0.5]})
-    line = find(summarise(cells)[0], held_out="average")
-    assert line == pytest.approx(line | interval([0.3, 0.4]))
-
-
-def test_no_average_where_a_rule_misses_a_domain_or_there_is_one_domain():
-    cells = grid({("mean", "noto"): [0.1], ("mean", "twemoji"): [0.5], ("hfedatm", "noto"): [0.2]})
-    averages = [s["aggregator"] for s in summarise(cells)[0] if s["held_out"] == "average"]
-    assert averages == ["mean"]
-    assert all(s["held_out"] == "noto" for s in summarise(grid({("mean", "noto"): [0.1, 0.2]}))[0])
-
-
-def test_table_by_hand():
-    cells = grid(
-        {
-            ("mean", "noto"): [0.5, 0.5],
-            ("mean", "twemoji"): [0.25, 0.25],
-            ("hfedatm", "noto"): [0.5, 0.6],
-        }
-    )
-    assert markdown(cells, "A title.", seeds=2).splitlines() == [
-        "A title.",
-        "",
-        "| algorithm | server rule | noto | twemoji | average |",
-        "| --- | --- | --- | --- | --- |",
-        "| fedavg | mean | 50.0 ± 0.0 | 25.0 ± 0.0 | 37.5 ± 0.0 |",
-        "| fedavg | hfedatm | 55.0 ± 63.5 | - | - |",  # t(0.975, 1) = 12.7062; 12.7062 * 0.0707107 / sqrt(2) = 0.635
-        "| fedavg | hfedatm - mean | +5.0 ± 63.5 | - | - |",
-    ]
-
-
-def test_table_of_one_seed_shows_no_interval():
-    assert rows([cell(accuracy=0.123)], seeds=1)[1] == [["fedavg", "mean", "12.3"]]
-
-
-def test_table_says_where_seeds_are_missing():
-    cells = grid({("mean", "noto"): [0.5, 0.5, 0.5], ("hfedatm", "noto"): [0.6, 0.6]})
-    assert [line[2] for line in rows(cells, seeds=3)[1]] == ["50.0 ± 0.0", "60.0 ± 0.0 (n=2)", "+10.0 ± 0.0 (n=2)"]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -201,20 +54,6 @@ def test_environment_names_what_numbers_depend_on():
     assert found["threefry_partitionable"] is bool(jax.config.jax_threefry_partitionable)
 
 
-def test_result_file_has_the_schema(tmp_path):
-    folder = RunFolder(tmp_path / "run", CONFIG)
-    cells = grid({("mean", "noto"): [0.5, 0.6], ("hfedatm", "noto"): [0.7, 0.9]})
-    write_results(folder, CONFIG, cells, [{"seed": 7}], "Title.")
-    result = read_json(folder.path / "result.json")
-    assert list(result) == ["schema", "config", "environment", "cells", "summary", "paired", "failed"]
-    assert result["schema"] == SCHEMA == 1
-    assert RunConfig(**result["config"]) == CONFIG
-    assert (result["cells"], result["failed"]) == (cells, [{"seed": 7}])
-    assert (result["summary"], result["paired"]) == summarise(cells)
-    assert (folder.path / "table.md").read_text() == markdown(cells, "Title.", CONFIG.seeds)
-    assert folder.finished() == cells
-
-
 def test_a_damaged_json_file_is_named(tmp_path):
     path = tmp_path / "result.json"
     for content in ("", '{"cells": [', "\xff"):
@@ -233,7 +72,7 @@ def test_metrics_lines_carry_the_cell_and_are_strict_json(tmp_path):
     assert "NaN" not in text and "Infinity" not in text
     first, second = (json.loads(line) for line in text.splitlines())
     assert (first["cell"], first["loss"], first["merge"]) == ("fedavg-mean-noto-seed0", None, {"residual": [0.5, None]})
-    assert second == {"cell": "fedavg-mean-noto-seed3", **CELL._asdict(), "seed": 3, "round": 1, "loss": 0.5}
+    assert second == {"cell": "fedavg-mean-noto-seed3", **CELL.as_record(), "seed": 3, "round": 1, "loss": 0.5}
 
 
 def test_metrics_beyond_the_checkpoints_and_broken_lines_are_dropped(tmp_path):
@@ -290,7 +129,7 @@ def test_another_schema_is_refused(tmp_path, monkeypatch):
 def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     folder = RunFolder(tmp_path / "run", CONFIG)
     folder.add_metrics(CELL, {"round": 1})
-    write_results(folder, CONFIG, [cell()], [], "Title.")
+    write_atomically(folder.path / "result.json", json.dumps({"cells": [CELL.as_record()]}))
     checkpoints = folder.checkpoints(CELL)
     checkpoints.save(progress(1))
     checkpoints.close()
@@ -302,7 +141,7 @@ def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
 
 def test_overwrite_killed_in_the_middle_leaves_no_half_run(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run", CONFIG)
-    write_results(folder, CONFIG, [cell()], [], "Title.")
+    write_atomically(folder.path / "result.json", json.dumps({"cells": [CELL.as_record()]}))
 
     def killed(*_, **__):
         raise KeyboardInterrupt

@@ -631,7 +631,7 @@ def test_a_run_trains_on_all_versions():
     """With the program that was compiled ahead of it."""
     federation = tiny_federation([[3, 5], [4, 1]], padding=1, fill=np.nan, batch_size=4)
     round_fn = make_round(BACKBONE, ccst(codec=TINY_CODEC, mixing_level=2), federation.topology)
-    program = compile_block(over_numbers(lambda numbers: round_fn, ()), (), federation, 1).rounds.at(())
+    program = compile_block(over_numbers(lambda numbers, like: round_fn, ()), (), federation, 1).rounds.at(())
     state, _ = run(program, round_fn.init(KEY), federation, 1, KEY)
     data = furnish(round_fn, federation.data, jax.random.fold_in(KEY, FURNISHING))
     other, info = program.block(round_fn.init(KEY), data, KEY, length=1)

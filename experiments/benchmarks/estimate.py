@@ -72,7 +72,7 @@ def measure(net: str, rule: str, repeats: int) -> None:
     backbone = fdg.backbones.BACKBONES[net](7)
     to_server = fdg.aggregators.AGGREGATORS[rule]()
     round_fn = fdg.make_round(backbone, fdg.algorithms.fedavg(), federation.topology, to_server)
-    program = compile_block(over_numbers(lambda numbers: round_fn, ()), (), federation, 1)
+    program = compile_block(over_numbers(lambda numbers, like: round_fn, ()), (), federation, 1)
     compiled = program.rounds.at(()).block
     block = lambda state: jax.block_until_ready(compiled(state, federation.data, jax.random.key(0), length=1))[0]
     state, seconds = block(round_fn.init(jax.random.key(0))), []

@@ -34,6 +34,7 @@ class Forward(NamedTuple):
 
 def scale_pixels(inputs: Array) -> Array:
     """uint8 pixels to float32 in [-1, 1]; anything else (normalised images, token ids) passes unchanged."""
+    inputs = jnp.asarray(inputs)  # of NumPy, layers outside jit could not lay out anew
     return inputs.astype(jnp.float32) / 127.5 - 1.0 if inputs.dtype == jnp.uint8 else inputs
 
 

@@ -23,6 +23,7 @@ from tiny import backbone_for, contract_federation, tiny_federation, tiny_method
 from fedjax_dg import Round, make_round, sharding, tree
 from fedjax_dg.aggregators import AGGREGATORS, mean
 from fedjax_dg.algorithms import ALGORITHMS, keep_optimizer
+from fedjax_dg.config import aggregator_numbers
 from fedjax_dg.traffic import messages
 from fedjax_dg.types import Start
 
@@ -148,12 +149,21 @@ def test_a_round_returns_a_state_of_the_same_types(names):
 
 @pytest.mark.parametrize("names", OPTIONS)
 def test_the_types_stay_with_every_option_at_once(names):
-    """Participants, local steps instead of passes, optimizers that persist, the rule at both tiers."""
+    """Participants, local steps instead of passes, optimizers that persist, the rule at both tiers; all hyper-parameters
+    are arguments of the program, of the algorithm and of the rule.
+    """
     federation = PARTIAL
-    algorithm, rule = keep_optimizer(tiny_method(names[0])), AGGREGATORS[names[1]]()
-    round_fn = make_round(backbone_for(names[0]), algorithm, federation.topology, to_server=rule, to_station=rule)
-    start = jax.eval_shape(round_fn.init, KEY)
-    check_types(start, *jax.make_jaxpr(round_fn.step, return_shape=True)(start, federation.data, KEY))
+
+    def round_of(numbers):
+        algorithm, rule = keep_optimizer(tiny_method(names[0], numbers[0])), AGGREGATORS[names[1]](**numbers[1])
+        return make_round(backbone_for(names[0]), algorithm, federation.topology, to_server=rule, to_station=rule)
+
+    def step(state, data, key, numbers):
+        return round_of(numbers).step(state, data, key)
+
+    numbers = hparams_of(names), aggregator_numbers(names[1])
+    start = jax.eval_shape(round_of(numbers).init, KEY)
+    check_types(start, *jax.make_jaxpr(step, return_shape=True)(start, federation.data, KEY, numbers))
 
 
 @pytest.mark.parametrize("names", ALL)

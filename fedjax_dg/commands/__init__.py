@@ -1,0 +1,1 @@
+"""Commands of ``fedjax-dg``, one file each."""
