@@ -179,6 +179,8 @@ def changed(part: Part, smoke: Mapping[str, Any], given: Mapping[str, Any]) -> P
             continue
         of_row = dataclasses.replace(config, **{name: value for name, value in row.items() if name in RUN_OPTIONS})
         rules = (*names(of_row.aggregator), of_row.station_aggregator)
+        if len(rules) > 2:
+            raise ValueError(f"{label} in {part.name} has the server rules {of_row.aggregator}: give it one.")
         takes = [algorithm_options(of_row.algorithm), *map(aggregator_options, rules)]
         rows[label] = {k: v for k, v in hparams.items() if any(k in options for options in takes)} | dict(row)
         known |= {k: v for options in takes for k, v in options.items()}

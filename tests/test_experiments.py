@@ -168,6 +168,12 @@ def test_what_is_given_goes_to_the_rows_that_have_it():
     assert papers().config_of(given, "HFedATM").settings == {"alpha": 0.5, "ridge": 0.5}
 
 
+def test_a_row_has_one_server_rule():
+    made = part()._replace(rows={"both": {"client_lr": 0.1}})
+    with pytest.raises(ValueError, match="both in noto has the server rules mean,hfedatm: give it one"):
+        papers().changed(made, {}, {})
+
+
 def test_products_and_pairs_of_rows():
     rows = papers().product({"a": {"x": 1}, "b": {"x": 2}}, {"c": {"y": 3}, "d": {}})
     assert rows == {"a + c": {"x": 1, "y": 3}, "a + d": {"x": 1}, "b + c": {"x": 2, "y": 3}, "b + d": {"x": 2}}
