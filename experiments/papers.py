@@ -293,6 +293,7 @@ def title(part: Part) -> str:
     """What the numbers are."""
     config = config_of(part, next(iter(part.rows)))
     judged = "on validation examples of the source domains" if part.columns == "source" else "on the held-out domain"
+    judged += ", the part of it that DomainBed tests on" if config.split == "domainbed" else ""
     return (
         f"{config.dataset}, {config.backbone}: accuracy (%) {judged}; round selected by {config.selection}; "
         f"mean ± 95 % t interval over {config.seeds} seeds, differences paired by seed and clear where the interval "
