@@ -60,6 +60,18 @@ from fedjax_dg.run import (
 from fedjax_dg.tables import write_results
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
+#: What of a configuration says which data are read.
+DATA_OPTIONS = (
+    "dataset",
+    "data_dir",
+    "image_size",
+    "examples_per_domain",
+    "split",
+    "max_length",
+    "pretrained",
+    "held_out",
+)
+
 
 class Program(NamedTuple):
     """A compiled block of rounds, shared by every cell of its shapes whatever its hyper-parameters are."""
@@ -88,8 +100,8 @@ class Grid(NamedTuple):
 class Federations(Mapping[tuple[str, int], Federation]):
     """Federations by held-out domain and seed, each put on the devices when it is asked for; the last two are kept."""
 
-    def __init__(self, domains: Domains, deals: dict[tuple[str, int], Deal], mesh, stream: bool, workers: int):
-        decoded = functools.cache(lambda: domains._replace(inputs=read_all(domains.inputs, workers)))
+    def __init__(self, data: Data, deals: dict[tuple[str, int], Deal], mesh, stream: bool):
+        domains, decoded = data
         self.deals, self.stream = deals, stream
         self.placed = functools.lru_cache(2)(
             lambda which: place(domains if stream else decoded(), deals[which], mesh, stream)
@@ -103,6 +115,31 @@ class Federations(Mapping[tuple[str, int], Federation]):
 
     def __len__(self) -> int:
         return len(self.deals)
+
+    def forget(self) -> None:
+        """Let go of those on the devices."""
+        self.placed.cache_clear()
+
+
+class Data(NamedTuple):
+    """A data set, and itself with all its images decoded, once and when that is asked for."""
+
+    domains: Domains
+    decoded: Callable[[], Domains]
+
+
+def data_of(domains: Domains, workers: int) -> Data:
+    """A data set whose images are decoded by so many processes (0: threads)."""
+    return Data(domains, functools.cache(lambda: domains._replace(inputs=read_all(domains.inputs, workers))))
+
+
+def load_once(config: RunConfig, workers: int, shared: dict[tuple, Data]) -> Data:
+    """The configuration's data, read again only if they are others than those ``shared`` before."""
+    key = tuple(getattr(config, name) for name in DATA_OPTIONS)
+    if key not in shared:
+        shared.clear()
+        shared[key] = data_of(load_data(config), workers)
+    return shared[key]
 
 
 def load_data(config: RunConfig) -> Domains:
@@ -138,14 +175,16 @@ def resolve(
     workers: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
     settings: Sequence[Mapping[str, Any]] = ({},),
+    shared: dict[tuple, Data] | None = None,
 ) -> Grid:
     """Load the data, deal out every federation among the ``devices`` (by default the first), list the cells.
 
-    ``settings``: hyper-parameters that differ between the cells of a sweep, and only in numbers (``sweep.groups``). A
-    frozen encoder reads all texts here and ``report(done, total)`` is told of it. Raises ``ValueError`` for what does not
-    fit.
+    ``settings``: hyper-parameters that differ between the cells of a sweep, and only in numbers (``sweep.grids_of``).
+    ``shared``: data for several grids (``load_once``). A frozen encoder reads all texts here and ``report(done, total)`` is
+    told of it. Raises ``ValueError`` for what does not fit.
     """
-    domains = load_data(config)
+    data = load_once(config, workers, {} if shared is None else shared)
+    domains = data.domains
     if config.held_out != "all" and config.held_out not in domains.domain_names:
         raise unknown("held-out domain", config.held_out, (*domains.domain_names, "all"))
     mesh = sharding.mesh_for(topology(config), devices) if devices is not None and len(devices) > 1 else None
@@ -192,11 +231,13 @@ def resolve(
     sides = {str(seed): splits.draw(domains, config.split, fraction, seed) for seed in range(config.seeds)}
     told = {seed: splits.describe(domains, side) for seed, side in sides.items()}
     start = start_of(config, domains, report)
+    if start.domains is not domains:
+        data = data_of(start.domains, workers)
     domains = start.domains
     streamed = config.stream == "on"
     if config.stream == "auto":
         streamed = not all(fits(domains.inputs, dealt, mesh) for dealt in deals.values())
-    federations = Federations(domains, deals, mesh, streamed, workers)
+    federations = Federations(data, deals, mesh, streamed)
     return Grid(
         config, domains, start.backbone, federations, cells, told, mesh, start.pretrained, start.notices, workers
     )
@@ -532,6 +573,7 @@ def run_grid(
                         opened, program = running.pop(future)
                         if take(opened, program, future.result()):
                             running[pool.submit(opened.advance)] = (opened, program)
+                one.federations.forget()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     write_results(folder, cells, failed, complete=True)

@@ -225,7 +225,8 @@ def grids_of(
         common = check(settled(config, {k: v for k, v in typed.items() if k not in traced}))
         key = json.dumps(dataclasses.asdict(common), sort_keys=True)
         together.setdefault(key, (common, []))[1].append(typed)
-    grids = [resolve(common, devices, workers, report, own) for common, own in together.values()]
+    shared: dict[tuple, Any] = {}
+    grids = [resolve(common, devices, workers, report, own, shared) for common, own in together.values()]
     if any(one.splits != grids[0].splits for one in grids):
         raise ValueError("The settings draw different validation examples, so they cannot be compared: give the split.")
     return grids
