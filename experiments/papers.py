@@ -283,9 +283,9 @@ def table(part: Part, found: Found) -> str:
             if len(gain) > 1 and abs((mean := interval(gain.values()))["mean"]) > mean["ci95"]:
                 clear["better" if mean["mean"] > 0 else "worse"].append(f"{one} than {other} on {column}")
     text = f"## {part.name}\n\n{title(part)}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-    for word, which in clear.items() if compared else ():
-        listed = f": {'; '.join(which)}" if which else ""
-        text += f"\nClearly {word} in {len(which)} of {compared} comparisons{listed}.\n"
+    said = [f"Clearly {word} in {len(which)} of {compared} comparisons" for word, which in clear.items()]
+    listed = [f": {'; '.join(which)}." if which else "." for which in clear.values()]
+    text += f"\n{said[0]}{listed[0]} {said[1]}{listed[1]}\n" if compared else ""
     return text + "".join(f"\nBroke down: {what}\n" for what in found.broken)
 
 

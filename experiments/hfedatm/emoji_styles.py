@@ -1,7 +1,7 @@
 """HFedATM, its ablation at three lambdas on data that comes with the library: FOT alone, RegMean alone, both.
 
 command:  python -m experiments.hfedatm.emoji_styles
-cost:     72 cells of LeNet-5, some 10 CPU minutes
+cost:     72 cells of LeNet-5, some 9 CPU minutes
 data:     emoji_styles, embedded; the styles noto and fluent_mono held out
 paper:    none: it was not run on them
 ours:     5 x 5 clients; sizes and rate were chosen to be quick before anything was run, nothing was tuned

@@ -1,7 +1,7 @@
 """Stable-FedADG, its three settings on data that comes with the library: against FedADG and FedAvg.
 
 command:  python -m experiments.stable_fedadg.emoji_styles
-cost:     27 cells of LeNet-5, some 3 CPU minutes
+cost:     27 cells of LeNet-5, some 4 CPU minutes
 data:     emoji_styles, embedded; fluent_mono held out; the single source is noto
 paper:    none: it was not run on them
 ours:     three clients; one pass of warm-up and two others in each of 8 rounds (the paper: 3, 5, 30); the data set's own
