@@ -167,9 +167,9 @@ def finish(out: Path, text: str) -> None:
 def changed(part: Part, smoke: Mapping[str, Any], given: Mapping[str, Any]) -> Part:
     """The part with what --smoke and the command line set; hyper-parameters go to the rows whose methods have them, and
     what a row itself says stays. Raises ``ValueError`` for what is given and no row has."""
-    both = {**smoke, **given}
     if smoke and part.config.sources:
-        both["sources"] = "noto"
+        smoke = {"sources": "noto", **smoke}
+    both = {**smoke, **given}
     options = {name: _typed(name, value) for name, value in both.items() if name in RUN_OPTIONS}
     config = dataclasses.replace(part.config, **options, settings={})
     hparams = part.config.settings | {name: value for name, value in both.items() if name not in RUN_OPTIONS}

@@ -21,6 +21,7 @@ ROWS: dict[str, dict] = {name: {"algorithm": name.lower().replace("-", "_")} for
 ROWS["Stable-FedADG, as printed"] = {"algorithm": "stable_fedadg", "lambda_adv": 0.85, "lambda_cls": 0.15}
 PAIRS = [("FedADG", "FedAvg")] + [("Stable-FedADG", other) for other in METHODS[:-1]]
 SMALL = {"warmup_epochs": 1, "local_epochs": 2}
+ONE = SMALL | {"setting": "mixed", "sources": None}  # of emoji_styles.py, --smoke runs all settings
 
 
 def settings(config, domains: tuple[str, ...]) -> list[Part]:
@@ -33,4 +34,4 @@ def settings(config, domains: tuple[str, ...]) -> list[Part]:
 PARTS = settings(base("stable_fedadg"), ("art_painting", "cartoon", "photo", "sketch"))
 
 if __name__ == "__main__":
-    main(__doc__, PARTS, SMALL)
+    main(__doc__, PARTS, ONE)

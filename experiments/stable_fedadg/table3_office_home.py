@@ -9,10 +9,10 @@ status:   not run by us on the real data, which may not be passed on; see result
 """
 
 from experiments.papers import base, main
-from experiments.stable_fedadg.table2_pacs import SMALL, settings
+from experiments.stable_fedadg.table2_pacs import ONE, settings
 
 CONFIG = base("stable_fedadg", dataset="OfficeHome", backbone="resnet50")
 PARTS = settings(CONFIG, ("Art", "Clipart", "Product", "Real World"))
 
 if __name__ == "__main__":
-    main(__doc__, PARTS, SMALL)
+    main(__doc__, PARTS, ONE)
