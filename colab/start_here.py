@@ -44,7 +44,7 @@ print(f"fedjax_dg {fdg.__version__} on {jax.devices()[0].device_kind}")
 domains = fdg.datasets.load("emoji_styles")
 print(f"{len(domains.labels):,} images, classes: {', '.join(domains.class_names)}")
 
-figure, panels = plt.subplots(4, 8, figsize=(8, 4.4))
+figure, panels = plt.subplots(4, 8, figsize=(6.4, 3.6), dpi=72)
 for row, (style, axes) in enumerate(zip(domains.domain_names, panels)):
     here = np.flatnonzero(domains.domain == row)
     for panel, example in zip(axes, here[:: len(here) // 8]):
@@ -118,8 +118,8 @@ left.legend()
 plt.show()
 
 # %% [markdown]
-# One seed and eight rounds decide nothing: seeds differ by more than the two rules do. The whole comparison, with three seeds,
-# intervals and a folder that can be resumed, is one command:
+# One seed and eight rounds decide nothing: seeds differ by more than the two rules do. The whole comparison, with
+# three seeds, intervals and a folder that can be resumed, is one command:
 #
 # ```
 # fedjax-dg run --held-out all

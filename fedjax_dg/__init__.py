@@ -17,6 +17,7 @@
 from fedjax_dg import aggregators, algorithms, alignment, backbones, datasets, sharding, weights
 from fedjax_dg.config import RunConfig
 from fedjax_dg.federation import Federation, federate
+from fedjax_dg.models import Model, load_model
 from fedjax_dg.run import NotFinite, Round, make_round, run, run_blocks
 from fedjax_dg.sweep import Sweep, sweep
 from fedjax_dg.types import (
@@ -40,6 +41,7 @@ __all__ = [
     "Examples",
     "Federation",
     "Local",
+    "Model",
     "NotFinite",
     "Received",
     "Round",
@@ -56,6 +58,7 @@ __all__ = [
     "backbones",
     "datasets",
     "federate",
+    "load_model",
     "make_round",
     "run",
     "run_blocks",

@@ -1,4 +1,7 @@
-"""The command line: ``fedjax-dg run | table | plot | data | traffic``. A thin layer over functions that Python has too."""
+"""The command line, ``fedjax-dg run | sweep | table | plot | report | export | data | traffic``.
+
+A thin layer over functions that Python has too.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from rich.table import Table
 
 from fedjax_dg import estimate, loggers, sharding, stream, tables
 from fedjax_dg.commands.data import data_command
+from fedjax_dg.commands.export import export_command
+from fedjax_dg.commands.plot import plot_command
+from fedjax_dg.commands.report import report_command
 from fedjax_dg.commands.table import table_command
 from fedjax_dg.commands.traffic import traffic_command
 from fedjax_dg.config import (
@@ -39,7 +45,6 @@ from fedjax_dg.experiment import (
     rounds_of,
     run_grid,
 )
-from fedjax_dg.plots import aligned_in, plot_accuracy, plot_alignment
 from fedjax_dg.progress import CountBar, ProgressBars, shows_bars
 from fedjax_dg.results import RunFolder, identity
 from fedjax_dg.sweep import grids_of, is_sweep, product, read_sweep
@@ -111,8 +116,10 @@ def main(argv: list[str] | None = None) -> int:
                 "run": run,
                 "sweep": sweep,
                 "table": table_command(console),
-                "plot": _plot_command(console),
+                "plot": plot_command(console),
                 "data": data_command(console),
+                "report": report_command(console),
+                "export": export_command(console),
                 "traffic": traffic_command(console),
             },
             prog="fedjax-dg",
@@ -193,30 +200,6 @@ def start_devices(cpu_devices: int, distributed: bool) -> list:
         sharding.start()
     devices = jax.devices()
     return devices if distributed or devices[0].platform != "cpu" else devices[:cpu_devices]
-
-
-def _plot_command(console: Console):
-    def plot(runs: Annotated[tuple[str, ...], tyro.conf.Positional], together: str | None = None) -> int:
-        """Draw each run's accuracy by round, and what alignment and RegMean did in it.
-
-        Args:
-            runs: Run folders.
-            together: Draw the accuracies of all of them in one figure, in this folder.
-        """
-        if not runs:
-            raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
-        drawn = []
-        if together is not None:
-            Path(together).mkdir(parents=True, exist_ok=True)
-            drawn += plot_accuracy(runs, together)
-        else:
-            for run in runs:
-                drawn += plot_accuracy([run], run) + (plot_alignment(run) if aligned_in(run) else [])
-        for path in drawn:
-            console.print(f"Wrote {path}", highlight=False, soft_wrap=True)
-        return 0
-
-    return plot
 
 
 def describe(grid: Grid, rounds: dict, jobs: int | None, console: Console) -> None:

@@ -17,7 +17,15 @@ from fedjax_dg import datasets
 from fedjax_dg.aggregators import AGGREGATORS, BN_POOLS, WEIGHTINGS
 from fedjax_dg.aggregators.grams import SCOPES
 from fedjax_dg.algorithms import ALGORITHMS, OPTIMIZERS, augmenting, keep_batch_stats, keep_optimizer
-from fedjax_dg.backbones import BACKBONES, PRECISIONS, TEXT_BACKBONES, Backbone, in_precision, read_config
+from fedjax_dg.backbones import (
+    BACKBONES,
+    PRECISIONS,
+    TEXT_BACKBONES,
+    Backbone,
+    EncoderConfig,
+    in_precision,
+    read_config,
+)
 from fedjax_dg.datasets.tokenizing import files_of
 from fedjax_dg.errors import unknown
 from fedjax_dg.evaluate import SELECTIONS
@@ -25,6 +33,7 @@ from fedjax_dg.federation import check_setting, check_topology
 from fedjax_dg.recipes import AUGMENTS
 from fedjax_dg.splits import SPLITS, check_fraction
 from fedjax_dg.types import Aggregator, Algorithm, Topology
+from fedjax_dg.weights import metadata
 
 # What a number given with --set must satisfy, by name; every other number must be finite and not negative.
 POSITIVE = ("client_lr", "server_lr", "epsilon", "server_eps", "samples", "max_gram", "rank")
@@ -368,14 +377,28 @@ def build_backbone(config: RunConfig, num_classes: int, image_size: tuple[int, i
     return in_precision(backbone, config.precision)
 
 
-def build_text_backbone(config: RunConfig, num_classes: int, max_length: int, vocab_size: int) -> Backbone:
+def build_text_backbone(
+    config: RunConfig, num_classes: int, max_length: int, vocab_size: int, sizes: EncoderConfig | None = None
+) -> Backbone:
     """The network a configuration names, for texts of at most ``max_length`` tokens whose ids are below ``vocab_size``.
 
-    Its sizes are those of the ``config.json`` in the folder of ``pretrained``; without such a folder the name's own, with
-    an embedding for ``vocab_size`` tokens. ``ValueError`` for options and weights that do not fit.
+    ``sizes``: its own, by default ``encoder_sizes``. ``ValueError`` for options and weights that do not fit.
     """
     factory: Callable = TEXT_BACKBONES[config.backbone]
-    sizes = inspect.signature(factory).parameters["config"].default
+    sizes = encoder_sizes(config, vocab_size) if sizes is None else sizes
+    for name in ("norm", "freeze_bn"):
+        if getattr(config, name):
+            raise ValueError(f"{name} is given, but {config.backbone} has no such option: leave it out.")
+    options = {name: getattr(config, name) for name in ("dropout", "freeze_encoder", "remat")}
+    backbone = factory(num_classes, config=sizes, max_length=max_length, **options)
+    return in_precision(backbone, config.precision)
+
+
+def encoder_sizes(config: RunConfig, vocab_size: int) -> EncoderConfig:
+    """Those of the ``config.json`` in the folder of ``pretrained``; without such a folder the network's own, with an
+    embedding for ``vocab_size`` tokens. ``ValueError`` for weights that do not fit.
+    """
+    sizes = inspect.signature(TEXT_BACKBONES[config.backbone]).parameters["config"].default
     given = None if config.pretrained is None else Path(config.pretrained)
     if given is not None and given.is_dir():
         sizes = read_config(given, sizes.model_type)
@@ -384,19 +407,13 @@ def build_text_backbone(config: RunConfig, num_classes: int, max_length: int, vo
                 f"The folder {given} holds weights but no tokenizer, so it is not known which tokens its ids are: add its "
                 "tokenizer.json, vocab.json and merges.txt, or vocab.txt."
             )
-    elif given is not None and given.suffix != ".npz":
+        return sizes
+    if given is not None and given.suffix != ".npz" and not metadata(given):
         raise ValueError(
             f"pretrained={config.pretrained} is a file, but texts are cut into tokens as the model's own tokenizer does it: "
             "give the folder with config.json, the tokenizer and the weights."
         )
-    else:
-        sizes = sizes._replace(vocab_size=vocab_size)
-    for name in ("norm", "freeze_bn"):
-        if getattr(config, name):
-            raise ValueError(f"{name} is given, but {config.backbone} has no such option: leave it out.")
-    options = {name: getattr(config, name) for name in ("dropout", "freeze_encoder", "remat")}
-    backbone = factory(num_classes, config=sizes, max_length=max_length, **options)
-    return in_precision(backbone, config.precision)
+    return sizes._replace(vocab_size=vocab_size)
 
 
 def settled(config: RunConfig, setting: Mapping[str, Any] | tuple[tuple[str, Any], ...]) -> RunConfig:

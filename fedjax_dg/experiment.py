@@ -18,7 +18,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from fedjax_dg import datasets, encoding, sharding, splits, stream, weights
-from fedjax_dg.alignment.groups import from_leaves
+from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones import Backbone, on_encoded
 from fedjax_dg.config import (
     Numbers,
@@ -201,20 +201,7 @@ def resolve(
             )
         held_outs += tuple("+".join(pair) for pair in itertools.combinations(held_outs, 2))
     deals = {
-        (held_out, seed): deal(
-            domains,
-            held_out,
-            domain_mix=config.domain_mix,
-            setting=config.setting,
-            sources=sources,
-            seed=seed,
-            station_assignment=config.station_assignment,
-            remainders=config.remainders,
-            label_alpha=config.label_alpha,
-            split=config.split,
-            validation_fraction=config.validation_fraction,
-            **topology(config)._asdict(),
-        )
+        (held_out, seed): deal_of(config, domains, held_out, seed)
         for held_out in held_outs
         for seed in range(config.seeds)
     }
@@ -243,6 +230,24 @@ def resolve(
     )
 
 
+def deal_of(config: RunConfig, domains: Domains, held_out: str, seed: int) -> Deal:
+    """Who holds which examples in one of the configuration's cells."""
+    return deal(
+        domains,
+        held_out,
+        domain_mix=config.domain_mix,
+        setting=config.setting,
+        sources=None if config.sources is None else names(config.sources),
+        seed=seed,
+        station_assignment=config.station_assignment,
+        remainders=config.remainders,
+        label_alpha=config.label_alpha,
+        split=config.split,
+        validation_fraction=config.validation_fraction,
+        **topology(config)._asdict(),
+    )
+
+
 class Start(NamedTuple):
     """The network, what it reads and what it starts from."""
 
@@ -263,8 +268,15 @@ def start_of(config: RunConfig, domains: Domains, report: Callable[[int, int], N
         notices += text_notices(config, backbone)
     if config.pretrained is None:
         return Start(domains, backbone, None, notices)
-    leaves, notice = weights.find_leaves(backbone, config.pretrained)
+    # of a model of ours the method's own layers are taken too, where this run's method has them
+    reader, added = backbone, set(weights.metadata(config.pretrained).get("added", ()))
+    if added:
+        adapted = build_algorithm(config).adapt(backbone)
+        reader = adapted if added & set(leaves_of(jax.eval_shape(adapted.init, jax.random.key(0)))) else backbone
+    leaves, notice = weights.find_leaves(reader, config.pretrained)
     notices += () if notice is None else (notice,)
+    if left := sorted({leaf.split("/")[1] for leaf in added - set(leaves)}):
+        notices += (f"Weights file {config.pretrained}: {', '.join(left)}, which its method had added, left out.",)
     if config.freeze_encoder:
         states, failed = encoding.encoded(backbone, from_leaves(leaves), domains.inputs, kept.folder("encoded"), report)
         notices += () if failed is None else (failed,)
@@ -299,9 +311,24 @@ def text_notices(config: RunConfig, backbone: Backbone) -> tuple[str, ...]:
 
 def sizes_of(grid: Grid) -> dict[str, int]:
     """What a method may have to know of the data set: how many domains it has, and how many of them are trained on."""
-    federation = next(iter(grid.federations.values()))
-    held = federation.counts().sum((0, 1)) > 0
-    return {"num_domains": len(grid.domains.domain_names), "num_sources": int(held.sum())}
+    rows = next(iter(grid.federations.deals.values())).held
+    held = np.unique(grid.domains.domain[rows[rows >= 0]])
+    return {"num_domains": len(grid.domains.domain_names), "num_sources": len(held)}
+
+
+def describe_model(grid: Grid) -> dict[str, Any]:
+    """What ``models.load_model`` needs to rebuild the network where the data, and the pretrained weights, are not."""
+    domains, encoder = grid.domains, getattr(grid.backbone.module, "config", None)
+    return {
+        "input_shape": list(domains.inputs.shape[1:]),
+        "input_dtype": str(domains.inputs.dtype),
+        "class_names": [str(name) for name in domains.class_names],
+        "domain_names": [str(name) for name in domains.domain_names],
+        "vocab_size": domains.vocab_size,
+        "encoder_sizes": None if encoder is None else encoder._asdict(),
+        "encoded": grid.config.freeze_encoder,  # inputs are what a frozen encoder made of texts
+        "sizes": sizes_of(grid),
+    }
 
 
 def round_of(grid: Grid, aggregator: str) -> Round:
@@ -511,6 +538,7 @@ def run_grid(
     grids = [grid] if isinstance(grid, Grid) else list(grid)
     for one in grids:
         folder.keep_splits(one.splits)
+        folder.keep_model(one.cells, describe_model(one))
     cells, failed = folder.finished(), []
     latest = {identity(result): result["rounds"] for result in cells}
     everything = [cell for one in grids for cell in one.cells]
@@ -525,6 +553,8 @@ def run_grid(
             checkpoints.check(template(rounds[cell.aggregator].like))
             latest[cell] = checkpoints.latest() or 0
             checkpoints.close()
+        if len(grids) > 1:  # else each would keep one on the devices from here on
+            one.federations.forget()
         queues.append((one, rounds, batches_of(waiting, latest, lambda rule, one=one: size_of(one, rule, at_once))))
     folder.keep_metrics({cell.name: done for cell, done in latest.items()})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import re
 import threading
@@ -277,13 +276,12 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
     for name, value in flat(record).items():
         if name in ("round", "seed") or name.startswith("hparams/"):
             continue
-        values = value if isinstance(value, list) else [value]
         try:
-            mean = float(np.mean(np.asarray(values, np.float64))) if not isinstance(value, str) and values else math.nan
+            values = np.asarray(value, np.float64)
         except (TypeError, ValueError):  # no number
             continue
-        if math.isfinite(mean):
-            out[name] = mean
+        if values.size and not isinstance(value, str) and np.isfinite(values).all():
+            out[name] = float(values.mean())
     return out
 
 

@@ -91,6 +91,22 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_config_of(run: Path) -> RunConfig:
+    """The configuration of a run folder. ``ValueError`` for another folder, or what another version wrote."""
+    if not run.is_dir():
+        raise ValueError(f"There is no folder {run}: give the folder of a run, such as runs/emoji_styles-fedavg-noto.")
+    if not (run / "config.json").exists():
+        raise ValueError(f"{run} has no config.json: give the folder of a run.")
+    found = read_json(run / "config.json")
+    found.pop("schema", None)
+    try:
+        return RunConfig(**found)
+    except TypeError as error:
+        raise ValueError(
+            f"{run} holds a configuration of another version ({error}): read it with the version that wrote it."
+        ) from None
+
+
 def environment() -> dict[str, Any]:
     """What the numbers of a run may depend on beside its configuration."""
     flags: Any = jax.config
@@ -105,8 +121,8 @@ def environment() -> dict[str, Any]:
 
 
 class RunFolder:
-    """``runs/<name>/``: ``config.json``, ``cells.json``, ``splits.json``, ``metrics.jsonl``, ``result.json``, ``table.md``,
-    ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
+    """``runs/<name>/``: ``config.json``, ``cells.json``, ``splits.json``, ``model.json``, ``metrics.jsonl``,
+    ``result.json``, ``table.md``, ``checkpoints/<cell>/<round>``, ``stages/<stage>/<cell>/<block>``.
 
     Of several processes that share it only the first writes. Raises ``ValueError`` when the folder holds another
     configuration, the same one without ``resume``, or something else, or cannot be written.
@@ -172,6 +188,17 @@ class RunFolder:
             write_atomically(
                 self.path / "cells.json", json.dumps({"cells": [cell.as_record() for cell in cells]}) + "\n"
             )
+
+    def keep_model(self, cells: Sequence[Cell], description: dict[str, Any]) -> None:
+        """Write ``model.json``: what the networks of these cells are rebuilt from, where the data are not
+        (``models.load_model``). Cells of other networks, in a sweep, keep what they have."""
+        if not sharding.is_first():
+            return
+        path, names = self.path / "model.json", [cell.name for cell in cells]
+        found = read_json(path)["networks"] if path.exists() else []
+        others = [network | {"cells": [n for n in network["cells"] if n not in names]} for network in found]
+        networks = [network for network in others if network["cells"]] + [{"cells": names, **description}]
+        write_atomically(path, json.dumps({"schema": SCHEMA, "networks": networks}, indent=2) + "\n")
 
     def finished(self) -> list[dict[str, Any]]:
         """Cells of ``result.json``, which need not be run again."""

@@ -282,7 +282,7 @@ def render(
     if not runs:
         raise ValueError("No run folder is given: name one or more, such as runs/emoji_styles-fedavg-fluent_mono.")
     alike: dict[str, list[tuple[Results, RunConfig]]] = {}
-    for run in (load(run) for run in runs):
+    for run in (load(run) for run in dict.fromkeys(map(str, runs))):
         config = dataclasses.replace(run.config, selection=selection or run.config.selection)
         if not run.cells and not run.failed:
             raise ValueError(f"{run.path} has no finished cell: let it go on.")
@@ -292,9 +292,11 @@ def render(
         chosen = [choose(run, config.selection, settings) for run, config in group]
         heads = [{row_of(cell) for cell in one.cells} for one in chosen]
         if len(set().union(*heads)) < sum(map(len, heads)):  # the same row in several
-            for (run, _), one in zip(group, chosen):
+            paths = [run.path for run, _ in group]
+            alone = len({path.name for path in paths}) == len(paths)
+            for path, one in zip(paths, chosen):
                 for cell in one.cells:
-                    cell["run"] = run.path.name
+                    cell["run"] = path.name if alone else str(path)
         cells = [cell for one in chosen for cell in one.cells]
         missing = {which: why for one in chosen for which, why in one.missing.items()}
         parts.append(_body(Chosen(cells, missing), group[0][1], format, spread, baseline))
@@ -355,7 +357,7 @@ def rows(
     columns = list(dict.fromkeys(s["held_out"] for s in summary))
     columns = [c for c in columns if c not in OVERALL] + [c for c in OVERALL if c in columns]
     swept, named = any("hparams" in s for s in summary), any("run" in s for s in summary)
-    best = {c: max((s["mean"] for s in summary if s["held_out"] == c), default=None) for c in columns}
+    compared = {c: [s["mean"] for s in summary if s["held_out"] == c] for c in columns}
     plus_minus = r"$\pm$" if latex else "±"
 
     def text(entry, sign=""):
@@ -364,7 +366,8 @@ def rows(
         number = f"{100 * entry['mean']:{sign}.1f}"
         if entry[spread] is not None:
             number += f" {plus_minus} {100 * entry[spread]:.1f}"
-        if latex and not sign and entry["mean"] == best[entry["held_out"]]:
+        others = compared[entry["held_out"]]
+        if latex and not sign and len(others) > 1 and entry["mean"] == max(others):
             number = rf"\textbf{{{number}}}"
         return number + ("" if entry["n"] == seeds else f" (n={entry['n']})")
 

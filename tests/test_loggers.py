@@ -17,7 +17,7 @@ from fedjax_dg.cli import main
 from fedjax_dg.results import Cell, read_json
 
 CELL, OTHER = Cell("fedavg", "mean", "-90%", 0), Cell("fedavg", "hfedatm", "-90%", 0)
-DONE = {**CELL._asdict(), "accuracy": 0.5, "selected_round": 2, "rounds": 3, "seconds": 1.5, "selection": "last"}
+DONE = {**CELL.as_record(), "accuracy": 0.5, "selected_round": 2, "rounds": 3, "seconds": 1.5, "selection": "last"}
 
 
 def record(number, accuracy):
@@ -56,7 +56,9 @@ RESULT = {"accuracy": 0.5, "selected_round": 2, "rounds": 3, "seconds": 1.5}
 
 
 def test_numbers_leave_out_what_is_none():
-    got = loggers.numbers({"a": None, "b": [], "c": float("nan"), "d": [1.0, float("inf")], "e": "text", "f": [None]})
+    got = loggers.numbers(
+        {"a": None, "b": [], "c": float("nan"), "d": [1.0, float("inf")], "e": "text", "f": [None], "g": ()}
+    )
     assert got == {}
     assert loggers.numbers({"a": np.float32(2), "b": {"c": [[1, 2], [3, 6]]}, "seed": 3, "round": 1}) == {
         "a": 2,
@@ -202,7 +204,7 @@ def test_wandb_has_every_number_and_stays_at_home(tmp_path, wandb):
         whole_run(report)
     ((run,),) = wandb.values()
     assert run.options["mode"] == "offline" and run.options["project"] == "fedjax_dg"
-    assert run.options["config"] == {"rounds": 3, **CELL._asdict()} and run.options["name"] == CELL.name
+    assert run.options["config"] == {"rounds": 3, **CELL.as_record()} and run.options["name"] == CELL.name
     assert run.axes == {"*": "round"}
     for name, steps in ROUNDS.items():
         assert {row["round"]: row[name] for row in run.rows if name in row} == steps

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,7 @@ def test_files(whole):
         "checkpoints",
         "config.json",
         "metrics.jsonl",
+        "model.json",
         "result.json",
         "splits.json",
         "table.md",
@@ -574,12 +576,13 @@ def test_dry_run_prints_what_would_run_and_writes_nothing(tmp_path, capsys, monk
 
 
 def test_table_of_several_runs(whole, tmp_path, capsys):
-    assert main(["table", str(whole), str(whole)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines.count(str(whole)) == 2
+    other = tmp_path / "run"
+    shutil.copytree(whole, other, ignore=shutil.ignore_patterns("checkpoints"))
+    assert main(["table", str(whole), str(other), str(whole)]) == 0
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
     for line in (whole / "table.md").read_text().splitlines()[4:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert len([x for x in lines if [c.strip() for c in x.strip("│").split("│")] == cells]) == 2
+        assert [x[0] for x in lines if x[1:] == cells] == [str(whole), str(other)]  # both are called run
 
 
 @pytest.mark.parametrize("content", [None, "", "{"])

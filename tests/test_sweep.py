@@ -375,7 +375,8 @@ def test_the_command_writes_what_a_run_writes(tmp_path, capsys):
         ("fedprox", {"client_lr": 0.2}),
     ]
     assert sorted(p.name for p in out.iterdir()) == [
-        *("cells.json", "checkpoints", "config.json", "metrics.jsonl", "result.json", "splits.json", "table.md")
+        *("cells.json", "checkpoints", "config.json", "metrics.jsonl", "model.json", "result.json", "splits.json"),
+        "table.md",
     ]
     assert "fedprox-mean-fluent_mono-seed0-client_lr=0.2: held-out" in told
     assert "Selected for fedprox, mean: client_lr=0.2 (1 of 1)" in told and f"Run folder: {out}" in told

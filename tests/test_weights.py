@@ -624,7 +624,7 @@ def test_a_layer_without_a_published_name_is_missing(put_state):
 
 
 def test_a_backbone_without_published_weights_says_what_to_give(put_state):
-    with pytest.raises(ValueError, match=r"no weight_names.*\.npz file that fedjax_dg\.weights\.save wrote"):
+    with pytest.raises(ValueError, match=r"no weight_names.*give a file that fedjax_dg\.weights\.save wrote"):
         load(lenet5(3), put_state(pytorch_state()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -12,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from jaxtyping import Array
 
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones.backbone import Backbone
 from fedjax_dg.types import Key, Variables
-from fedjax_dg.weights.readers import read
+from fedjax_dg.weights.readers import METADATA, metadata, read
 
 #: What PyTorch calls a leaf, where it has another name; old files of encoders have TensorFlow's gamma and beta.
 PYTORCH = {
@@ -60,15 +62,19 @@ def load(backbone: Backbone, path: str | os.PathLike[str], key: Key | None = Non
 def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[str, Array], str | None]:
     """The leaves that ``load`` takes from a file, and where the head is not among them, a sentence that says why.
 
-    Then other layers of ``backbone.drawn`` may lack too.
+    Then other layers of ``backbone.drawn`` may lack too. What a method added to the model of a file that ``save`` wrote
+    (``added`` in its metadata) is left out where ``backbone`` does not have it.
     """
     state = read(path)
     shapes = {leaf: x.shape for leaf, x in leaves_of(jax.eval_shape(backbone.init, jax.random.key(0))).items()}
     own = any(name.startswith("params/") for name in state)
+    for leaf in metadata(path).get("added", ()):
+        if leaf not in shapes:
+            state.pop(leaf, None)
     if not (own or backbone.weight_names):
         raise ValueError(
             f"Weights file {path} has PyTorch's names, but this backbone has no weight_names, because no weights for it "
-            "were published; give an .npz file that fedjax_dg.weights.save wrote."
+            "were published; give a file that fedjax_dg.weights.save wrote."
         )
     positions = {axis.leaf: axis.positions for group in backbone.groups for axis in group.consumers}
     names = {leaf: leaf if own else _pytorch_name(leaf, backbone.weight_names, state) for leaf in shapes}
@@ -108,17 +114,23 @@ def find_leaves(backbone: Backbone, path: str | os.PathLike[str]) -> tuple[dict[
     return leaves, f"Weights file {path} {has}, so the head for {backbone.num_classes} classes{more} is freshly drawn."
 
 
-def save(variables: Variables, path: str | os.PathLike[str]) -> None:
-    """Writes a model as ``.npz``, float32, one array a leaf (``params/conv1/kernel``), which ``load`` reads.
+def save(variables: Variables, path: str | os.PathLike[str], told: Mapping[str, Any] | None = None) -> None:
+    """Writes a model as ``.safetensors`` or ``.npz``, float32, one array a leaf (``params/conv1/kernel``), which ``load``
+    reads.
 
-    The file is replaced whole: a reader, or a run killed half way, sees the old one or the new one. Its folder must exist.
+    ``told`` goes into the metadata of a ``.safetensors`` file (``metadata`` reads it), as JSON. The file is replaced whole:
+    a reader, or a run killed half way, sees the old one or the new one. Its folder must exist.
     """
     path = Path(path)
     arrays: dict[str, Any] = {leaf: np.asarray(x, np.float32) for leaf, x in leaves_of(variables).items()}
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
-            np.savez(file, **arrays)
+        if path.suffix == ".safetensors":
+            words = {METADATA: json.dumps(dict(told or {})), "format": "np"}
+            safetensors.numpy.save_file({k: np.ascontiguousarray(x) for k, x in arrays.items()}, temporary, words)
+        else:
+            with temporary.open("wb") as file:
+                np.savez(file, **arrays)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

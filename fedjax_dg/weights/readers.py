@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 import jax.numpy as jnp  # also gives NumPy the name bfloat16, by which safetensors asks for it
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -24,6 +26,8 @@ HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.(pth|pt|safetensors)$")
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 #: Checkpoints of training scripts hold the state dict under one of these names.
 WRAPPERS = ("state_dict", "model")
+#: Under which ``save`` puts what it is told of a model into a ``.safetensors`` file, as JSON.
+METADATA = "fedjax_dg"
 STORAGES = {
     "FloatStorage": np.float32,
     "DoubleStorage": np.float64,
@@ -69,6 +73,16 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             f"Weights file {path} cannot be read ({reason}); give a PyTorch state dict as .pth, .pt, .bin, .safetensors "
             "or .npz, downloaded or saved anew."
         ) from None
+
+
+def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``save`` wrote beside the arrays of a ``.safetensors`` file; empty for all that it did not write."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            told = file.metadata() or {}
+        return json.loads(told.get(METADATA, "{}"))
+    except (OSError, ValueError, safetensors.SafetensorError):
+        return {}
 
 
 def _file_of(path: Path) -> Path:
