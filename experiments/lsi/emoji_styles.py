@@ -1,7 +1,7 @@
 """LSI, its ablation on data that comes with the library: without the invariance loss, without the importances, without both.
 
 command:  python -m experiments.lsi.emoji_styles
-cost:     36 cells of LeNet-5, some 10 CPU minutes
+cost:     36 cells of LeNet-5, some 11 CPU minutes
 data:     emoji_styles, embedded; the styles noto and fluent_mono held out
 paper:    none: it was not run on them
 ours:     one client a style, 16 passes; invariance loss as the released code has it (mean over features, weight 10), as its
