@@ -1,7 +1,7 @@
 """What pages show is made of the code when they are built: help texts, tables of methods, sections of the README.
 
 A page asks for it by a line ``<!-- help: run -->``, ``<!-- algorithms -->``, ``<!-- aggregators -->``, ``<!-- datasets -->``
-or ``<!-- readme: A heading -->``. A page of ``OPTIONAL`` joins the navigation when it exists.
+or ``<!-- readme: A heading -->``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,6 @@ from fedjax_dg.algorithms import ALGORITHMS
 from fedjax_dg.config import aggregator_options, algorithm_options
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"figures.md": "Guide"}
-
-
-def on_config(config: Any) -> Any:
-    """Put the optional pages that exist into the navigation."""
-    for page, part in OPTIONAL.items():
-        if (Path(config.docs_dir) / page).exists():
-            (section,) = [entry[part] for entry in config.nav if isinstance(entry, dict) and part in entry]
-            if page not in section:
-                section.append(page)
-    return config
 
 
 def on_page_markdown(markdown: str, **rest: Any) -> str:

@@ -31,7 +31,7 @@ from fedjax_dg.experiment import resolve
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
-SHOWN = ("run", "sweep", "table", "plot", "data", "traffic")
+SHOWN = ("run", "sweep", "table", "plot", "report", "export", "data", "traffic")
 
 
 def blocks(page, *languages):
@@ -119,11 +119,9 @@ def test_links_lead_to_pages(page):
 
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
-    hooks = (DOCS / "hooks.py").read_text()
     for page in PAGES:
         if page != "README.md":
-            name = page.removeprefix("docs/")
-            assert f"- {name}\n" in nav or f'"{name}"' in hooks, name
+            assert f"- {page.removeprefix('docs/')}\n" in nav, page
 
 
 def test_every_complaint_has_its_answer():
