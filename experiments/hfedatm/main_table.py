@@ -5,7 +5,7 @@ command:  python -m experiments.hfedatm.main_table --data-dir D [--only PACS] [-
           RoBERTa-base. Check the files first: fedjax-dg data check PACS --data-dir D
 cost:     96 cells a data set; LeNet-5 on pictures is cheap, RoBERTa-base wants a GPU; --dry-run foresees it
 data:     PACS, Office-Home, Terra Incognita, Amazon reviews
-paper:    lambda = 1.0, LeNet-5 and RoBERTa-base; one domain of each set (Amazon's B: we take it for books); of FedProx and the
+paper:    lambda = 1.0, LeNet-5 and RoBERTa-base; one domain of each set (B is taken for books); of FedProx and the
           other domains we do not have the numbers
 ours:     sizes, rates and rounds are not in the text we have: 32 x 32 pixels as in the authors' release, else our choice,
           not tuned on these data; three seeds. 81.8 % with LeNet-5 on photos that it never saw is far above what such a
