@@ -12,19 +12,31 @@ written:  OUT/<regime>/<method>/ (run folders) and OUT/table.md, as experiments/
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
-from hfedatm_table import METHODS, run
 from text_baseline import scores, thinned
 
+from fedjax_dg.cli import main
 from fedjax_dg.config import RunConfig
 from fedjax_dg.datasets.corpus import sound
 from fedjax_dg.datasets.texts import READERS
 from fedjax_dg.tables import markdown, table_title
 
 HERE = Path(__file__).parent
+METHODS = ("fedavg", "fedsr", "fediir")
 REGIMES = {"scratch": "a small RoBERTa from scratch", "frozen": "frozen encoder", "finetuned": "all of it trained"}
+
+
+def run(config: Path, method: str, folder: Path, options: list[str]) -> dict:
+    """Run one method's cells, or what is left of them; its ``result.json``, empty after a dry run."""
+    command = ["run", "--config", str(config), "--algorithm", method, "--out", str(folder), *options]
+    if (folder / "config.json").exists():
+        command.append("--resume")
+    if main(command) == 2:
+        raise SystemExit(f"{method}: not run")
+    return {} if "--dry-run" in options else json.loads((folder / "result.json").read_text())
 
 
 def balanced(cells: list[dict], config: RunConfig) -> str:

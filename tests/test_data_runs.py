@@ -1,8 +1,8 @@
 """Runs on data sets of files: resident, streamed and prepared alike, the split that is kept, the configurations."""
 
 import dataclasses
+import importlib
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -135,31 +135,65 @@ def test_configurations_are_ready_for_files(name, tmp_path):
     assert datasets.SUMMARIES[config.dataset].domain_names == grid.domains.domain_names
 
 
-def table(monkeypatch, name, root, out, *options):
-    command = ["hfedatm_table.py", str(EXPERIMENTS / f"{name}.toml"), "--data-dir", str(root), "--out", str(out)]
-    command += ["--backbone", "tiny", "--image-size", "6", *options]
-    monkeypatch.setattr(sys, "argv", command)
-    runpy.run_path(str(EXPERIMENTS / "hfedatm_table.py"), run_name="__main__")
+def table(monkeypatch, name, root, out, *options, rows=None):
+    """HFedATM's main table on a data set's files, or its first ``rows``, small in all else."""
+    monkeypatch.syspath_prepend(EXPERIMENTS.parent)
+    command = [
+        "main_table.py",
+        "--only",
+        read_toml(EXPERIMENTS / f"{name}.toml").dataset,
+        "--data-dir",
+        root,
+        "--out",
+        out,
+    ]
+    small = ["backbone=tiny", "image_size=6", "rounds=1", "stations=2", "clients_per_station=2"]
+    command += [word for pair in small for word in ("--set", pair)]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in [*command, "--seeds", "1", *options]])
+    parts = [
+        part._replace(rows=dict(list(part.rows.items())[:rows]), against=part.against[: rows and rows // 2])
+        for part in importlib.import_module("experiments.hfedatm.main_table").PARTS
+    ]
+    importlib.import_module("experiments.papers").main("", parts)
 
 
 def test_hfedatms_table_with_one_command(monkeypatch, tmp_path, capsys):
     root = tree_of("pacs", tmp_path / "tree")
-    table(monkeypatch, "pacs", root, tmp_path / "out", "--smoke", "--algorithms", "fedavg", "--held-out", "photo")
+    table(monkeypatch, "pacs", root, tmp_path / "out", "--set", "held_out=photo", rows=2)
     text = (tmp_path / "out" / "table.md").read_text()
-    assert "| fedavg | hfedatm - mean |" in text and "PACS, accuracy (%) on the held-out domain" in text
+    assert (
+        "| FedAvg + HFedATM, minus FedAvg + Avg | ours |" in text and "PACS, tiny: accuracy (%) on the held-out" in text
+    )
     capsys.readouterr()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS[:3])
 def test_every_table_is_ready(name, monkeypatch, tmp_path, capsys):
     root = tree_of(name, tmp_path / "tree")
-    table(monkeypatch, name, root, tmp_path / "dry", "--dry-run", "--algorithms", "fedavg")
-    assert not (tmp_path / "dry").exists() and "Memory of a round with hfedatm" in capsys.readouterr().out
-    table(monkeypatch, name, root, tmp_path / "dry", "--dry-run", "--algorithms", "fedavg", "--stream", "on")
+    table(monkeypatch, name, root, tmp_path / "dry", "--dry-run")
+    assert not (tmp_path / "dry").exists() and "Memory of a round with mean" in capsys.readouterr().out
+    table(monkeypatch, name, root, tmp_path / "dry", "--dry-run", "--set", "stream=on")
     assert "Streamed: a round reads at most" in capsys.readouterr().out
     for stream in ("off", "on"):
-        table(monkeypatch, name, root, tmp_path / stream, "--smoke", "--stream", stream)
+        table(monkeypatch, name, root, tmp_path / stream, "--set", f"stream={stream}")
     tables = [(tmp_path / stream / "table.md").read_text() for stream in ("off", "on")]
-    assert tables[0].count("fediir") == 3 and len(tables[0].splitlines()) == len(tables[1].splitlines())
+    assert tables[0] == tables[1] and tables[0].count("FedIIR + HFedATM") == 3
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_domain_net_is_ready(tmp_path, capsys):
+    root = tree_of("domain_net", tmp_path / "tree")
+    run(
+        "--config",
+        EXPERIMENTS / "domain_net.toml",
+        "--data-dir",
+        root,
+        "--participants",
+        "1",
+        "--out",
+        tmp_path / "out",
+    )
+    assert len(result(tmp_path / "out")) == 6
     capsys.readouterr()

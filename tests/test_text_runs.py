@@ -450,11 +450,20 @@ def test_the_configuration_for_the_reviews_is_ready(tmp_path, monkeypatch, capsy
 @pytest.mark.slow
 def test_a_table_of_the_reviews(tmp_path, monkeypatch, capsys):
     write_reviews(tmp_path / "sorted_data_acl", num=60)
-    command = ["hfedatm_table.py", str(EXPERIMENTS / "amazon_reviews.toml"), "--data-dir", str(tmp_path), "--smoke"]
-    command += ["--out", str(tmp_path / "out"), "--algorithms", "fedavg", "--held-out", "dvd"]
-    monkeypatch.setattr(sys, "argv", [*command, "--backbone", "roberta_tiny", "--max-length", "16"])
-    runpy.run_path(str(EXPERIMENTS / "hfedatm_table.py"), run_name="__main__")
-    assert "| fedavg | hfedatm - mean |" in (tmp_path / "out" / "table.md").read_text()
+    monkeypatch.syspath_prepend(EXPERIMENTS.parent)
+    command = ["main_table.py", "--only", "AmazonReviews", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    small = [
+        "backbone=roberta_tiny",
+        "max_length=16",
+        "held_out=dvd",
+        "rounds=1",
+        "stations=2",
+        "clients_per_station=2",
+    ]
+    command += [word for pair in small for word in ("--set", pair)]
+    monkeypatch.setattr(sys, "argv", [*command, "--seeds", "1"])
+    runpy.run_path(str(EXPERIMENTS / "hfedatm" / "main_table.py"), run_name="__main__")
+    assert "| FedAvg + HFedATM, minus FedAvg + Avg | ours |" in (tmp_path / "out" / "table.md").read_text()
     capsys.readouterr()
 
 
