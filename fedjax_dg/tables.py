@@ -328,7 +328,8 @@ def _body(chosen: Chosen, config: RunConfig, format: str, spread: str, baseline:
         table.add_column(name, justify="right" if number >= _words(header) else "left")
     for line in lines:
         table.add_row(*line)
-    console = Console(file=io.StringIO(), width=10_000, force_jupyter=False)  # in a notebook it would show it at once
+    # plain text, also in a notebook, where a console would show it at once, and colours are forced
+    console = Console(file=io.StringIO(), width=10_000, force_jupyter=False, color_system=None)
     console.print(title, highlight=False, markup=False)
     console.print(table)
     for note in notes:
