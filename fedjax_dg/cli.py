@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_dg import estimate, loggers, sharding, stream, tables
+from fedjax_dg.cells import check_at_once, compile_block, default_jobs, run_grid
 from fedjax_dg.commands.data import data_command
 from fedjax_dg.commands.export import export_command
 from fedjax_dg.commands.plot import plot_command
@@ -35,16 +36,7 @@ from fedjax_dg.config import (
     parse_settings,
     read_toml,
 )
-from fedjax_dg.experiment import (
-    Grid,
-    check_at_once,
-    compile_block,
-    default_jobs,
-    majority_share,
-    resolve,
-    rounds_of,
-    run_grid,
-)
+from fedjax_dg.experiment import Grid, majority_share, resolve, rounds_of
 from fedjax_dg.progress import CountBar, ProgressBars, shows_bars
 from fedjax_dg.results import RunFolder, identity
 from fedjax_dg.sweep import grids_of, is_sweep, product, read_sweep

@@ -1,6 +1,6 @@
 """A run's numbers to TensorBoard, Weights & Biases or MLflow, beside ``metrics.jsonl``, which always has them all.
 
-A logger is the function that ``experiment.run_grid`` calls, ``report(event, cell, value)``, made by a context manager of
+A logger is the function that ``cells.run_grid`` calls, ``report(event, cell, value)``, made by a context manager of
 the run's folder. Each writes into that folder and nowhere else, unless the user's own environment names a server
 (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``).
 """

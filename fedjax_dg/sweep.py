@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from fedjax_dg import loggers
+from fedjax_dg.cells import check_at_once, run_grid
 from fedjax_dg.config import (
     RUN_OPTIONS,
     RunConfig,
@@ -31,7 +32,7 @@ from fedjax_dg.config import (
     typed_option,
 )
 from fedjax_dg.errors import unknown
-from fedjax_dg.experiment import Grid, check_at_once, resolve, run_grid
+from fedjax_dg.experiment import Grid, resolve
 from fedjax_dg.progress import ProgressBars
 from fedjax_dg.results import Cell, RunFolder
 from fedjax_dg.tables import render
@@ -115,7 +116,7 @@ def sweep(
     Settings are given as a list, or as a ``grid`` {option: values} whose product is taken, or drawn at ``random`` (see
     ``drawn``); of several of these the product. An option is a hyper-parameter (those of ``--set``, ``client_lr``) or one
     of ``RunConfig``. Settings that differ in traced hyper-parameters alone share one compiled program, which computes
-    ``at_once`` of them side by side (``experiment.default_at_once``), ``jobs`` programs at a time; each other combination
+    ``at_once`` of them side by side (``cells.default_at_once``), ``jobs`` programs at a time; each other combination
     has a program of its own. A configuration's seeds draw partitions, starts and batches and are the same for all settings;
     ``random`` has a seed of its own.
 

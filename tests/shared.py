@@ -4,15 +4,15 @@ import contextlib
 
 import pytest
 
-from fedjax_dg import cli, experiment
+from fedjax_dg import cells, cli
+from fedjax_dg.cells import shapes_of
 from fedjax_dg.config import aggregator_options, algorithm_options, topology
-from fedjax_dg.experiment import shapes_of
 
 
 @contextlib.contextmanager
 def one_compilation():
     """Rounds of the same options, and their programs, are made once while this is open. Yields what was compiled."""
-    rounds, compiled, rounds_of, compile_block = {}, {}, experiment.rounds_of, experiment.compile_block
+    rounds, compiled, rounds_of, compile_block = {}, {}, cells.rounds_of, cells.compile_block
 
     def same_rounds(grid, aggregator, together=False):
         config = grid.config
@@ -30,7 +30,7 @@ def one_compilation():
         return compiled[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cli, experiment):
+        for module in (cli, cells):
             patch.setattr(module, "rounds_of", same_rounds)
             patch.setattr(module, "compile_block", one_program)
         yield compiled

@@ -19,10 +19,11 @@ import pytest
 from rich.console import Console
 from shared import one_compilation
 
-from fedjax_dg import experiment
+from fedjax_dg import cells
+from fedjax_dg.cells import CellRun
 from fedjax_dg.cli import ProgressBars, main
 from fedjax_dg.config import RunConfig
-from fedjax_dg.experiment import CellRun, Grid
+from fedjax_dg.experiment import Grid
 from fedjax_dg.results import Cell, Checkpoints, identity, read_json
 from fedjax_dg.run import Block, NotFinite, check_finite
 from fedjax_dg.types import RoundInfo, ServerState, Variables
@@ -218,7 +219,7 @@ def test_results_are_the_scores_of_the_selected_round(whole):
 
 def test_the_best_model_is_not_changed_by_later_rounds(tmp_path, monkeypatch):
     """States are donated to the next block, so their buffers may be written again."""
-    monkeypatch.setattr(experiment, "is_better", lambda selection, new, best: new["round"] <= 2)
+    monkeypatch.setattr(cells, "is_better", lambda selection, new, best: new["round"] <= 2)
     assert run(tmp_path / "run", *SCAFFOLD, "--seeds", "1") == 0
     for cell in (tmp_path / "run" / "checkpoints").iterdir():
         (second, _), (third, notes) = (latest(cell, number) for number in (2, 3))

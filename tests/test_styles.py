@@ -27,8 +27,8 @@ from fedjax_dg.algorithms import (
 from fedjax_dg.algorithms.ccst import Style, adain, load_codec, moments, pooled
 from fedjax_dg.algorithms.common import OPTIMIZERS, classify
 from fedjax_dg.algorithms.elcfs import Bank, amplitudes_of, collect, draw, exchange, low_frequencies
+from fedjax_dg.cells import compile_block
 from fedjax_dg.config import RunConfig, build_algorithm, check
-from fedjax_dg.experiment import compile_block
 from fedjax_dg.run import FURNISHING, furnish, over_numbers, run_stage
 from fedjax_dg.types import Examples, Local, Received, Workshop
 

@@ -10,10 +10,10 @@ import pytest
 from shared import one_compilation
 
 import fedjax_dg as fdg
-from fedjax_dg import estimate, experiment
+from fedjax_dg import cells, estimate
+from fedjax_dg.cells import batches_of, size_of
 from fedjax_dg.cli import main
 from fedjax_dg.config import RunConfig, build_algorithm, check, topology
-from fedjax_dg.experiment import batches_of, size_of
 from fedjax_dg.results import Cell, identity, read_json, read_metrics
 from fedjax_dg.sweep import drawn, grids_of, product, read_sweep
 
@@ -414,15 +414,15 @@ def test_a_pair_is_scored_on_both_its_domains(swept):
 
 def test_cells_side_by_side_are_as_many_as_fit(monkeypatch):
     (grid,) = grids_of(BASE, [{"client_lr": x} for x in (0.1, 0.2, 0.3)])
-    assert experiment.default_at_once(grid, 3) == 1  # on CPU
+    assert cells.default_at_once(grid, 3) == 1  # on CPU
     device = jax.devices()[0]
     monkeypatch.setattr(estimate.jax, "devices", lambda: [type("Accelerator", (), {"platform": "gpu"})()])
     for room, expected in ((1e12, 3), (1e3, 1)):
         monkeypatch.setattr(estimate, "device_memory", lambda room=room: room)
-        assert experiment.default_at_once(grid, 3) == size_of(grid, "mean", None) == expected
+        assert cells.default_at_once(grid, 3) == size_of(grid, "mean", None) == expected
     needed = estimate.client_bytes(grid.backbone, build_algorithm(BASE), topology(BASE)) * (4 + 2)  # clients, stations
     monkeypatch.setattr(estimate, "device_memory", lambda: int(2.5 * needed / estimate.TRAINING_SHARE))
-    assert experiment.default_at_once(grid, 3) == 2
+    assert cells.default_at_once(grid, 3) == 2
     assert device.platform == "cpu"
 
 

@@ -53,7 +53,7 @@ def measure(net: str, rule: str, repeats: int) -> None:
 
     import fedjax_dg as fdg
     from fedjax_dg import estimate
-    from fedjax_dg.experiment import compile_block
+    from fedjax_dg.cells import compile_block
     from fedjax_dg.run import over_numbers
 
     stations, clients, examples = WORKS[net]
