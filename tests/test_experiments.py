@@ -44,7 +44,7 @@ def rows_of(text):
 
 def numbers(cells):
     """The first number of every cell that has one."""
-    found = [re.match(r"[+-]?\d[\d,.]*|nan|inf", cell) for cell in cells]
+    found = [re.match(r"[+-]?(\d[\d,.]*|(nan|inf)\b)", cell) for cell in cells]
     return [float(match.group().replace(",", "")) for match in found if match]
 
 

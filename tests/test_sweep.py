@@ -63,6 +63,9 @@ def test_a_draw_depends_on_seed_name_and_number_alone():
     assert [s["client_lr"] for s in many][:3] == [s["client_lr"] for s in few]
     other = drawn({"count": 3, "hparams_seed": 1} | rate, BASE)
     assert not {s["client_lr"] for s in other[1:]} & {s["client_lr"] for s in few}
+    space = {"mu": {"uniform": [0.0, 1.0]}, "nu": {"uniform": [0.0, 1.0]}}
+    (alike,) = drawn({"count": 1, "defaults_first": False} | space, BASE)
+    assert alike["mu"] != alike["nu"]
     assert few[0] == other[0] == {"client_lr": BASE.client_lr}  # the configuration's own
     assert drawn({"count": 1, "alpha": {"uniform": [0.0, 0.1]}}, check(RunConfig()))[0] == {"alpha": 0.75}
 
