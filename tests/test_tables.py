@@ -292,14 +292,16 @@ def test_leave_one_domain_out_selects_by_the_domains_that_are_left_out_too(tmp_p
         of(held_out="c", setting=one): curve((0.9, 0.41), (0.9, 0.42)),
         of(held_out="a+b", setting=one): curve(*[{"accuracy": 0.0} | left_out(a=0.9, b=b) for b in (0.2, 0.9)]),
         of(held_out="a+b", setting=two): curve(*[{"accuracy": 0.0} | left_out(a=0.1, b=b) for b in (0.7, 0.6)]),
-        of(held_out="a+c", setting=one): curve(*[{"accuracy": 0.0} | left_out(a=0.9, c=c) for c in (0.2, 0.1)]),
+        of(held_out="a+c", setting=one): curve(
+            *[{"accuracy": 0.0} | left_out(a=a, c=c) for a, c in ((0.5, 0.1), (0.4, 0.2))]
+        ),
         of(held_out="a+c", setting=two): curve(*[{"accuracy": 0.0} | left_out(a=0.1, c=c) for c in (0.5, 0.4)]),
         of(held_out="b+c", setting=one): curve(*[{"accuracy": 0.0} | left_out(b=x, c=x) for x in (0.3, 0.4)]),
     }
     run = load(folder_of(tmp_path / "run", curves))
     cells, missing = choose(run, "leave-one-domain-out")
-    # a: two in round 1 has (0.7 + 0.5) / 2, one in round 2 (0.9 + 0.1) / 2. b: rounds have 0.9 + 0.3, 0.9 + 0.4. c: both
-    # have 0.5, so the first
+    # a: two in round 1 has (0.7 + 0.5) / 2, one in round 2 (0.9 + 0.2) / 2. b: rounds have 0.9 + 0.3, 0.9 + 0.4. c: both
+    # have 0.8, so the first
     assert [(c["held_out"], c["selected_round"], c["accuracy"]) for c in cells] == [
         ("a", 1, 0.21),
         ("b", 2, 0.32),
