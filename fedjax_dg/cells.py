@@ -37,7 +37,7 @@ from fedjax_dg.run import (
     run_blocks,
     run_together,
 )
-from fedjax_dg.tables import write_results
+from fedjax_dg.tables import SCORES, write_results
 from fedjax_dg.types import Key, PyTree, ServerState, Variables
 
 
@@ -201,7 +201,7 @@ def run_stage_in(
 def result_of(cell_run: CellRun, program: Program) -> dict[str, Any]:
     """A finished cell's line of ``result.json``: the scores of the selected round."""
     best = cell_run.best
-    scores = {k: best[k] for k in ("accuracy", "balanced_accuracy", "accuracy_unseen", "source_accuracy")}
+    scores = {k: best[k] for k in SCORES}
     return (
         cell_run.cell.as_record()
         | scores

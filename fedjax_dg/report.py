@@ -296,12 +296,11 @@ def _cells(content: Content) -> str:
 
     if not content.run.cells:
         return ""
-    scores = ("accuracy", "balanced_accuracy", "accuracy_unseen", "source_accuracy")
     rows = []
     for cell in content.run.cells:
         times = [f"{cell[name]:.1f}" if name in cell else "–" for name in ("seconds", "compile_seconds")]
         round_ = f"{cell.get('selected_round', '–')} of {cell.get('rounds', '–')}"
-        rows.append([cell_name(cell), *(_percent(cell.get(name), 2) for name in scores), round_, *times])
+        rows.append([cell_name(cell), *(_percent(cell.get(name), 2) for name in tables.SCORES), round_, *times])
     header = ["cell", "held-out domain, %", "mean of its classes, %", "its unseen items, %", "source validation, %"]
     return _section("Every cell", _table([*header, "selected round", "seconds", "to compile"], rows, text_columns=1))
 
