@@ -343,11 +343,14 @@ def size_of(grid: Grid, aggregator: str, at_once: int | None) -> int:
     return -(-settings // -(-settings // most))
 
 
-def check_at_once(grids: Sequence[Grid], at_once: int | None) -> None:
-    """``ValueError`` for a number of cells that cannot be computed side by side."""
+def check_grids(grids: Sequence[Grid], at_once: int | None) -> None:
+    """``ValueError`` for rounds that do not fit their data, or cannot be computed side by side; before a folder is made."""
     for grid in grids:
         for rule in names(grid.config.aggregator):
             size_of(grid, rule, at_once)
+            rounds_of(grid, rule)
+        if len(grids) > 1:  # else each would keep a federation on the devices from here on
+            grid.federations.forget()
 
 
 def one_at_a_time(grid: Grid) -> str | None:

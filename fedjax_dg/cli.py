@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_dg import estimate, loggers, sharding, stream, tables
-from fedjax_dg.cells import check_at_once, compile_block, default_jobs, run_grid
+from fedjax_dg.cells import check_grids, compile_block, default_jobs, run_grid
 from fedjax_dg.commands.data import data_command
 from fedjax_dg.commands.export import export_command
 from fedjax_dg.commands.plot import plot_command
@@ -145,14 +145,15 @@ def run_command(options: RunOptions, console: Console) -> int:
             grids = grids_of(config, settings, devices, options.workers, report)
         else:
             grids = [resolve(config, devices, options.workers, report)]
-    check_at_once(grids, at_once)
+    check_grids(grids, at_once)
     for notice in dict.fromkeys(notice for grid in grids for notice in grid.notices):
         console.print(notice, highlight=False)
-    rounds = [{name: rounds_of(grid, name) for name in names(grid.config.aggregator)} for grid in grids]
     if options.dry_run:
         console.print_json(json.dumps(dataclasses.asdict(config)))
-        for grid, own in zip(grids, rounds):
-            describe(grid, own, options.jobs, console)
+        for grid in grids:
+            rounds = {name: rounds_of(grid, name) for name in names(grid.config.aggregator)}
+            describe(grid, rounds, options.jobs, console)
+            grid.federations.forget()
         return 0
     kind = "sweep-" if isinstance(options, SweepOptions) else ""
     out = options.out or f"runs/{kind}{config.dataset}-{config.algorithm}-{config.held_out}"

@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float
 from fedjax_dg import weights
 from fedjax_dg.alignment.groups import from_leaves, leaves_of
 from fedjax_dg.backbones import Backbone, EncoderConfig, on_encoded
-from fedjax_dg.config import RunConfig, build_algorithm, build_backbone, build_text_backbone
+from fedjax_dg.config import RunConfig, build_algorithm, build_backbone, build_text_backbone, settled
 from fedjax_dg.errors import unknown
 from fedjax_dg.results import identity, read_config_of, read_json
 from fedjax_dg.types import Algorithm, Key, Variables
@@ -145,10 +145,8 @@ def cell_name(line: dict[str, Any]) -> str:
 
 def config_of(config: RunConfig, line: dict[str, Any]) -> RunConfig:
     """The configuration that a cell was trained with: its rule, held-out domain, and the values that a sweep gave it."""
-    given = dict(line.get("hparams") or {})
-    options = {name: given.pop(name) for name in list(given) if name in {f.name for f in dataclasses.fields(config)}}
     own = {name: line[name] for name in ("algorithm", "aggregator", "held_out")}
-    return dataclasses.replace(config, **{**own, **options, "settings": {**config.settings, **given}})
+    return dataclasses.replace(settled(config, line.get("hparams", {})), **own)
 
 
 def rebuilt(

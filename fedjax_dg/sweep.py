@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from fedjax_dg import loggers
-from fedjax_dg.cells import check_at_once, run_grid
+from fedjax_dg.cells import check_grids, run_grid
 from fedjax_dg.config import (
     RUN_OPTIONS,
     RunConfig,
@@ -127,7 +127,7 @@ def sweep(
     config, log = check(config), loggers.chosen(log)
     settings = product(settings, grid, random, config)
     grids = grids_of(config, settings, devices)
-    check_at_once(grids, at_once)
+    check_grids(grids, at_once)
     path = tempfile.mkdtemp(prefix="fedjax_dg_") if out is None else out
     folder = RunFolder(Path(path), config, resume, overwrite or out is None)
     console = Console()

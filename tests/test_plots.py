@@ -1,7 +1,9 @@
-"""The figure of what alignment and RegMean did, from the lines of a run folder."""
+"""Figures of run folders."""
 
 import builtins
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from threadpoolctl import threadpool_limits
 
+from fedjax_dg import datasets
 from fedjax_dg.cli import main
+from fedjax_dg.config import RunConfig
 from fedjax_dg.datasets import Domains
 from fedjax_dg.federation import Deal, deal
 from fedjax_dg.models import load_model
@@ -28,7 +32,7 @@ from fedjax_dg.plots import (
     plot_alignment,
     plot_latents,
 )
-from fedjax_dg.plots.common import MOST_LINES, line_style, selected_settings
+from fedjax_dg.plots.common import MOST_LINES, Run, line_style, selected_settings
 from fedjax_dg.plots.features import embed, head_inputs
 from fedjax_dg.plots.grams import effective_rank, spectra_of
 from fedjax_dg.plots.partition import counts, draw_counts
@@ -517,3 +521,14 @@ def test_cells_of_two_held_out_domains_are_left_out(tmp_path):
     run = open_run(write_run(tmp_path / "run", config_of(), cells))
     assert [cell["held_out"] for cell in run.cells] == ["noto", "twemoji"]
     assert {record["held_out"] for record in run.records} == {"noto", "twemoji"}
+
+
+def test_the_selected_model_of_a_sweep_has_the_stations_of_its_own_cell(tmp_path):
+    """Not those of the configuration that the sweep changed."""
+    run = Run(tmp_path, "run", (), ())
+    config = RunConfig(stations=3, clients_per_station=2, domain_mix=0.0)
+    own = dataclasses.replace(config, stations=2)
+    cell = {"held_out": "noto", "seed": 0}
+    run.__dict__.update(config=config, data=datasets.load("emoji_styles"), model=SimpleNamespace(config=own, cell=cell))
+    assert run.deal("noto", 0).held.shape[:2] == (3, 2)
+    assert run.deal_of_model().held.shape[:2] == (2, 2)

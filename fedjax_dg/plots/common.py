@@ -54,8 +54,12 @@ class Run:
         return load_model(self.path)
 
     def deal(self, held_out: str, seed: int) -> Deal:
-        """Who holds which examples in one of its cells."""
+        """Who holds which examples in a cell of its configuration."""
         return deal_of(self.config, self.data, held_out, seed)
+
+    def deal_of_model(self) -> Deal:
+        """Who held which examples in the selected model's cell, whose stations or partition a sweep may have changed."""
+        return deal_of(self.model.config, self.data, self.model.cell["held_out"], self.model.cell["seed"])
 
 
 def open_run(path: str | Path) -> Run:

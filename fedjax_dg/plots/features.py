@@ -30,7 +30,7 @@ def draw_features(runs: Sequence[Run]) -> Any:
 
     (run,) = runs
     model, domains = run.model, run.data
-    judged = run.deal(model.cell["held_out"], model.cell["seed"]).judged
+    judged = run.deal_of_model().judged
     judged = judged[judged >= 0]
     classes = np.argsort(-np.bincount(domains.labels[judged], minlength=len(domains.class_names)), kind="stable")
     classes = [int(k) for k in np.sort(classes[:MOST_CLASSES])]

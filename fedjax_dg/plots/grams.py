@@ -62,7 +62,7 @@ def spectra_of(run: Run) -> dict[int, dict[str, Float[np.ndarray, " d"]]]:
     """By station and layer, of at most the last ``MOST_LAYERS``, the eigenvalues, descending; of a station without examples
     nothing."""
     model = run.model
-    held = run.deal(model.cell["held_out"], model.cell["seed"]).held  # [S, C, N]
+    held = run.deal_of_model().held  # [S, C, N]
     measure = jax.jit(lambda variables, inputs: grams_of(model.backbone, variables, inputs))
     found = {}
     for station, rows in enumerate(held[:MOST_STATIONS]):
