@@ -253,7 +253,8 @@ def write_results(folder: RunFolder, cells: list[dict], failed: list[dict], comp
     if complete and cells:
         text = render([folder.path], format="md", settings="all")
     else:
-        text = markdown([cell for cell in cells if "+" not in cell["held_out"]], table_title(config), config.seeds)
+        shown = [cell for cell in cells if "+" not in cell["held_out"]]
+        text = markdown(shown, table_title(config, cells=shown), config.seeds)
     write_atomically(folder.path / "table.md", text)
 
 
@@ -318,7 +319,7 @@ def _body(chosen: Chosen, config: RunConfig, format: str, spread: str, baseline:
     if format == "csv":
         return _csv(summary, paired, spread)
     header, lines = rows(chosen.cells, config.seeds, spread, base, latex=format == "latex")
-    title, notes = table_title(config, spread), notes_of(chosen)
+    title, notes = table_title(config, spread, chosen.cells), notes_of(chosen)
     if format == "latex":
         return _latex(header, lines, title, notes)
     if format == "md":
@@ -459,11 +460,13 @@ def _csv(summary: Sequence[Mapping[str, Any]], paired: Sequence[Mapping[str, Any
     return out.getvalue()
 
 
-def table_title(config: RunConfig, spread: str = "ci95") -> str:
-    """What a table's numbers are, in one line."""
+def table_title(config: RunConfig, spread: str = "ci95", cells: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What a table's numbers are, in one line; ``several`` of what a sweep's ``cells`` have several."""
+    swept = {name for cell in cells for key in ("hparams", "chosen") for name in cell.get(key, {})}
+    of = lambda name: "several" if name in swept else f"{getattr(config, name):g}"
     tested = "the part of it that DomainBed tests on" if config.split == "domainbed" else "all its examples"
     return (
         f"{config.dataset}, accuracy (%) on the held-out domain, {tested}; round selected by {config.selection}; "
-        f"mean ± {SPREADS[spread]} over {config.seeds} seeds; {config.stations} stations x {config.clients_per_station} "
-        f"clients, {config.rounds} rounds of {config.station_rounds} station rounds, domain mix {config.domain_mix:g}."
+        f"mean ± {SPREADS[spread]} over {config.seeds} seeds; {of('stations')} stations x {of('clients_per_station')} "
+        f"clients, {of('rounds')} rounds of {of('station_rounds')} station rounds, domain mix {of('domain_mix')}."
     )

@@ -190,6 +190,14 @@ def test_a_sweeps_rows_are_its_settings_each_paired_with_the_baseline_of_the_sam
     assert lines[-1] == ["fedavg", "hfedatm - mean", "client_lr=2, alpha=0.5", "+50.0"]
 
 
+def test_the_title_does_not_give_one_value_of_what_is_swept():
+    cells = [swept("mean", 0, 0.1, stations=2), cell("mean") | {"chosen": {"domain_mix": 0.5}}]
+    assert "10 stations x 10 clients" in table_title(CONFIG)
+    assert "several stations x 10 clients, 3 rounds of 5 station rounds, domain mix several." in table_title(
+        CONFIG, cells=cells
+    )
+
+
 def test_any_row_can_be_the_baseline():
     cells = [cell("mean", accuracy=0.1), cell("mean", accuracy=0.4, algorithm="fedsr")]
     cells += [cell("hfedatm", accuracy=0.6, algorithm="fedsr")]
